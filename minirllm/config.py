@@ -1,0 +1,169 @@
+"""One frozen Config: every knob, its default, its meaning. TOML file + `--set key=value` + flags, later wins.
+
+Owns: names, types and bounds of options. Does not know: what they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from minirllm.errors import ConfigError
+
+
+def option(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
+    """A field with its one-line meaning and inclusive bounds; the doc is what ``--help`` prints."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on besides its task file."""
+
+    # what to train
+    model: str = option("smollm2-135m", "smollm2-135m, tiny, a local folder, or a hub id; each with an optional @revision")
+    max_context: int = option(2048, "longest prompt + completion, tokens (clamped to the model's own limit)", 16)
+    history: Literal["keep", "rerender"] = option("keep", "past assistant turns: as sampled, or as the chat template rewrites them")
+    # how long, how wide
+    steps: int = option(20, "optimizer steps in the whole run", 1)
+    batch_size: int = option(8, "tasks per step", 1)
+    group_size: int = option(8, "rollouts per task", 1)
+    seed: int = option(0, "the run seed: same seed, same bits", 0)
+    concurrency: int = option(64, "rollouts in flight", 1)
+    episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
+    retries: int = option(1, "fresh attempts after an episode errors", 0)
+    max_calls: int = option(200, "model calls one session may make", 1)
+    # sampling (training overrides what an agent asks for)
+    temperature: float = option(1.0, "sampling temperature in training", 0.0)
+    max_tokens: int = option(256, "cap and default of new tokens per model call", 1)
+    eval_temperature: float = option(1.0, "sampling temperature in evaluation when the agent asks for none", 0.0)
+    # algorithm
+    algorithm: str = option("grpo", "grpo, rloo, reinforce, or module:attr")
+    norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")
+    clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
+    clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
+    kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)
+    loss_aggregation: Literal["token", "sequence", "constant"] = option(
+        "token", "token: mean over tokens; sequence: mean over trajectories of token means; constant: sum / (trajectories x max_tokens)"
+    )
+    # optimizer
+    lr: float = option(3e-4, "peak learning rate of AdamW", 0.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = option("constant", "after the warm-up: stay, or decay to 0 at the last step")
+    warmup_steps: int = option(0, "steps of linear warm-up", 0)
+    weight_decay: float = option(0.0, "AdamW weight decay", 0.0)
+    grad_clip: float = option(1.0, "clip the global gradient norm to this (0 = off)", 0.0)
+    lora_rank: int = option(16, "rank of the LoRA adapter on all linear layers (0 = train all parameters)", 0)
+    lora_alpha: float = option(32.0, "LoRA scale: alpha / rank", 0.0)
+    lora_targets: str = option("all-linear", "comma-separated module names, or all-linear")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, a third slower")
+    micro_batch_tokens: int = option(2048, "forest tokens per forward and backward", 16)
+    packing: Literal["forest", "paths"] = option("forest", "forest: shared prefixes once; paths: one sequence per row")
+    # engine
+    engine: str = option("hf", "hf, scripted, or module:attr")
+    determinism: Literal["auto", "exact", "fixed", "off"] = option(
+        "auto", "auto: the best level the start-up probe finds; exact or fixed: refuse to start without it; off: no promise"
+    )
+    slots: int = option(0, "rows decoded together (0 = 32 on CPU, by free memory on CUDA)", 0)
+    prefill_chunk: int = option(512, "prompt tokens per prefill forward", 16)
+    threads: int = option(0, "torch CPU threads (0 = up to 2); part of the manifest, since it can change bits", 0)
+    device: str = option("auto", "auto, cpu, cuda")
+    # evaluation and saving
+    eval_every: int = option(10, "steps between evaluations on held-out tasks (0 = only before and after)", 0)
+    eval_tasks: int = option(64, "held-out tasks per evaluation (0 = none)", 0)
+    save_every: int = option(10, "steps between checkpoints; the last step is always saved", 1)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep, besides the best", 1)
+    # task data and output
+    data: str = option("", "JSON-lines rows for tasks that read a dataset, instead of the hub")
+    runs_dir: str = option("runs", "folder that holds one folder per run")
+    run: str = option("", "name of the run (default: task-model-seed)")
+    trackers: str = option("", "comma-separated: tensorboard, wandb, trackio")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = _typed(f.name, getattr(self, f.name))
+            object.__setattr__(self, f.name, value)
+            low, high = f.metadata["low"], f.metadata["high"]
+            if isinstance(value, float | int) and not isinstance(value, bool):
+                if value != value or (low is not None and value < low) or (high is not None and value > high):
+                    bounds = f"at least {low}" + (f" and at most {high}" if high is not None else "")
+                    raise ConfigError(f"{f.name} must be {bounds}, got {value}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field name to plain value."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """A file that `load` reads back to an equal Config."""
+        lines = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            text = str(value).lower() if isinstance(value, bool) else f'"{_escape(value)}"' if isinstance(value, str) else repr(value)
+            lines.append(f"# {f.metadata['doc']}\n{f.name} = {text}")
+        return "\n".join(lines) + "\n"
+
+
+_TYPES = get_type_hints(Config)
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """`` (did you mean x?)`` when a name is close, else an empty string."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _typed(name: str, value: Any) -> Any:
+    """`value` (perhaps text from a flag) as the field's type; ConfigError otherwise."""
+    kind = _TYPES[name]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}{nearest(str(value), list(get_args(kind)))}.")
+        return value
+    try:
+        if kind is bool and isinstance(value, str):
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError
+        if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != int(value))):
+            raise ValueError
+        if kind is str and not isinstance(value, str):
+            raise ValueError
+        return kind(value)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}.") from None
+
+
+def from_mapping(values: Mapping[str, Any]) -> Config:
+    """A Config from plain values. Raises ConfigError naming the unknown key and its nearest neighbour."""
+    for key in values:
+        if key not in FIELDS:
+            raise ConfigError(f"Unknown option {key!r}{nearest(key, list(FIELDS))}.")
+    return Config(**values)
+
+
+def load(path: Path | None = None, settings: tuple[str, ...] = (), overrides: Mapping[str, Any] | None = None) -> Config:
+    """Defaults, then the TOML file, then ``key=value`` settings, then `overrides` whose value is not None."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values.update(tomllib.loads(path.read_text()))
+        except OSError as error:
+            raise ConfigError(f"Cannot read config file {path}: {error.strerror}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from None
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, got {setting!r}.")
+        values[key.strip()] = value.strip()
+    values.update({key: value for key, value in (overrides or {}).items() if value is not None})
+    return from_mapping(values)

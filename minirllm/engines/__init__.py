@@ -1,0 +1,47 @@
+"""Engines: tokens in, tokens and logprobs out. Pick one by name from `ENGINES`, or as ``module:attr``.
+
+Owns: the protocol. Engines know no text, no HTTP, no session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from minirllm.types import Completion, SampledToken, SamplingParams, StopCheck
+
+
+class Engine(Protocol):
+    """A completion is a function of (weights, prompt ids, params, seed) and of nothing else."""
+
+    max_context: int  # prompt + completion, in tokens
+
+    async def start(self) -> None:
+        """Allocate, probe, begin serving."""
+
+    async def close(self) -> None:
+        """End; requests in flight raise EngineError."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        stop: StopCheck | None = None,
+        on_token: Callable[[SampledToken], None] | None = None,
+    ) -> Completion:
+        """Sample until a stop token, `stop`, or `params.max_tokens` (clamped to the window; None = the window).
+
+        `on_token` is called on the event loop for each token in order. Cancelling the awaiting task frees the row at
+        once. Raises ContextOverflow before any work when the prompt leaves no room, EngineError when closed.
+        """
+
+    def weights_changed(self) -> None:
+        """The weights were updated in place: drop every cached prefix. Called between generations, on the event loop."""
+
+
+ENGINES: dict[str, str] = {
+    "hf": "minirllm.engines.hf:HFEngine",
+    "scripted": "minirllm.engines.scripted:ScriptedEngine",
+}

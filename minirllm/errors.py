@@ -1,0 +1,83 @@
+"""One class per boundary that can break. `UserError` is shown as one sentence, without a traceback.
+
+Owns: the exception types. Does not know: how they are shown or mapped to HTTP.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """The user asked for something that cannot be: the message names the thing and says what to do."""
+
+
+class ConfigError(UserError):
+    """A configuration key or value is wrong."""
+
+
+class ModelError(UserError):
+    """A model cannot be found, fetched or used."""
+
+
+class TaskError(UserError):
+    """A task file or dataset is not what it needs to be."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, torn or does not belong to this run."""
+
+
+class RequestError(Exception):
+    """A model call was malformed: HTTP 400 with `message`; `param` names the field."""
+
+    status = 400
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ContextOverflow(RequestError):
+    """The prompt does not fit the context. Raised before any work. `limit` and `got` are token counts."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, limit: int, got: int):
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {got} tokens. "
+            "Please reduce the length of the messages.",
+            "messages",
+        )
+        self.limit, self.got = limit, got
+
+
+class Unauthorized(RequestError):
+    """No or a wrong bearer key."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class TooLarge(RequestError):
+    """The body exceeds the size limit."""
+
+    status = 413
+
+
+class QuotaExceeded(RequestError):
+    """The session has used up its calls or tokens. Not retryable, so not 429."""
+
+    status = 403
+    code = "insufficient_quota"
+
+
+class SessionClosed(RequestError):
+    """The session has ended or was retried under another attempt; late calls are refused."""
+
+    status = 410
+    code = "session_closed"
+
+
+class EngineError(Exception):
+    """The engine cannot serve: it was closed or its device failed."""

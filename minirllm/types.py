@@ -1,0 +1,274 @@
+"""The vocabulary: plain data that every module may import. Names follow rLLM.
+
+Owns: Task, Message, SamplingParams, Completion, ModelRequest, Step, Trajectory, Episode, EvalOutput, Signal, AgentConfig,
+TerminationReason. Does not know: torch, HTTP, files.
+
+Containment: Episode > Trajectory > Step. One Step is one model call of the agent; its token ids are exactly those the
+model read and sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass
+class Task:
+    """One problem. `id` is unique within its dataset; `metadata` holds what the evaluator needs (the answer, say)."""
+
+    id: str
+    instruction: str | list[dict[str, Any]] = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    dataset_dir: Path | None = None
+    sub_dir: Path | None = None
+
+    @property
+    def task_dir(self) -> Path | None:
+        """``dataset_dir / sub_dir``, for tasks that are folders."""
+        if self.dataset_dir is None:
+            return None
+        return self.dataset_dir / self.sub_dir if self.sub_dir else self.dataset_dir
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is JSON text exactly as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message in the one internal form all wire dialects map to."""
+
+    role: str  # system | user | assistant | tool
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str = ""
+    malformed: bool = False  # parsing found a broken tool call; it is kept as text in `content`
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. None for `max_tokens` means the server's default cap. `top_k` 0 is off."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    top_logprobs: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One sampled token as the engine reports it. `logprob` is of the distribution sampled from (natural log, after temperature)."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely (id, logprob), best first, when asked for
+
+
+@dataclass(slots=True)
+class Completion:
+    """What the engine sampled. `token_ids` includes the stop token when one ended it (it is trained on)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_version: int
+    temperature: float = 1.0
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    cached_tokens: int = 0  # how many prompt tokens came from a cached prefix
+
+
+StopCheck = Callable[[Sequence[int]], bool]  # (sampled ids so far) -> is this the end? keeps text out of the engine
+
+
+@dataclass(slots=True)
+class ModelRequest:
+    """One call, whatever dialect it came in. Exactly one of `messages` (chat) and `prompt` (raw completion) is set."""
+
+    messages: list[Message] | None = None
+    prompt: str | list[int] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI function-tool form
+    tool_choice: str | dict[str, Any] = "auto"
+    params: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    response_format: dict[str, Any] | None = None
+    model: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sampled answer to a ModelRequest."""
+
+    index: int
+    call_id: str
+    message: Message  # for raw completions only `content` is used
+    completion: Completion
+    finish_reason: str  # stop | length | tool_calls
+
+
+@dataclass(slots=True)
+class ModelReply:
+    """The whole answer; dialects turn it into their JSON. `overridden` names sampling keys the session replaced."""
+
+    id: str
+    model: str
+    created: int  # unix seconds
+    prompt_ids: list[int]
+    choices: list[Choice]
+    overridden: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed answer. Text pieces concatenate to `Choice.message.content`."""
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # whole calls, once parsed
+    tokens: tuple[SampledToken, ...] = ()
+
+
+class TerminationReason(str, Enum):
+    """Why an episode ended. Those in `UNTRUSTED` carry no reward."""
+
+    ENV_DONE = "env_done"
+    MAX_PROMPT_LENGTH_EXCEEDED = "max_prompt_length_exceeded"
+    MAX_RESPONSE_LENGTH_EXCEEDED = "max_response_length_exceeded"
+    MAX_TURNS_EXCEEDED = "max_turns_exceeded"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    NO_CALLS = "no_calls"
+    GRADING_ERROR = "grading_error"
+    GRADING_TIMEOUT = "grading_timeout"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A named number beside the reward, averaged in the metrics."""
+
+    name: str
+    value: float
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EvalOutput:
+    """A verdict. `reward` None means *could not be graded*: counted, shown, never trained on, never averaged as 0."""
+
+    reward: float | None
+    is_correct: bool = False
+    signals: list[Signal] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""  # why there is no reward
+
+
+@dataclass
+class Step:
+    """One model call. `prompt_ids`, `response_ids` and `logprobs` are filled from the session's token tree, joined by `id`."""
+
+    id: str = ""  # the call id: the `id` of the response the agent got
+    input: Any = None
+    output: Any = None
+    action: Any = None
+    reward: float = 0.0
+    done: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)  # only those that this call added to `parent`
+    parent: str | None = None  # the call id this conversation continued
+    response: Message | None = None
+    node: int | None = None  # index in the episode's tree of the node whose end is this call's last token
+    prompt_length: int = 0
+    response_length: int = 0
+    finish_reason: str = ""
+    weight_version: int = 0
+
+
+@dataclass
+class Trajectory:
+    """The calls of one role. Trajectories of one task with one name form the group that advantages are computed over."""
+
+    name: str = "default"
+    steps: list[Step] = field(default_factory=list)
+    reward: float | None = None
+    task: Any = None
+    input: Any = None
+    output: Any = None
+    signals: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Episode:
+    """One rollout of one task, graded. `id` is ``task_id:rollout_idx`` for people; `task_id` and `rollout_idx` are authoritative."""
+
+    id: str = ""
+    task: Any = None
+    trajectories: list[Trajectory] = field(default_factory=list)
+    termination_reason: TerminationReason = TerminationReason.UNKNOWN
+    is_correct: bool = False
+    artifacts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    task_id: str = ""
+    rollout_idx: int = 0
+    attempt: int = 0
+    session_id: str = ""
+    reward: float | None = None
+    reason: str = ""  # why there is no reward, or what went wrong
+    signals: dict[str, float] = field(default_factory=dict)
+    tree: Any = None  # tree.TokenTree: every token of every call of this episode
+
+    @property
+    def answer(self) -> str:
+        """The text an evaluator grades: artifacts["answer"], else the last trajectory's output, else the last answer with text."""
+        if "answer" in self.artifacts:
+            return str(self.artifacts["answer"])
+        for trajectory in reversed(self.trajectories):
+            if isinstance(trajectory.output, str):
+                return trajectory.output
+            for step in reversed(trajectory.steps):
+                if step.response is not None and step.response.content:
+                    return step.response.content
+        return ""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent is given: where the model is and the key to it. Works with any OpenAI client."""
+
+    base_url: str  # ends in /v1
+    model: str
+    api_key: str = ""
+    session_uid: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    is_validation: bool = False
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+
+    def with_metadata(self, **metadata: Any) -> AgentConfig:
+        """A copy with these metadata keys added."""
+        return replace(self, metadata={**self.metadata, **metadata})
