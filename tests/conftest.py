@@ -1,0 +1,78 @@
+"""What every test gets: a watched event loop, one torch thread, no hub access, and the two models.
+
+Owns: fixtures shared by all test files. Does not know: any module under test.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "0" if os.environ.get("MINIRLLM_NET") == "1" else "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", os.environ["HF_HUB_OFFLINE"])
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # bits and speed must not depend on the machine's core count
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`gpu` tests are skipped without a CUDA device, `net` tests without MINIRLLM_NET=1."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not _cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("net") and os.environ.get("MINIRLLM_NET") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs the network: set MINIRLLM_NET=1"))
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Undo what an earlier test did to torch's thread count. Costs nothing when torch was never imported."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def blocking() -> Iterator[BlockBuster]:
+    """A blocking call by the package while an event loop runs in that thread fails the test.
+
+    Only calls with the package or a task on the stack count: pytest, the test itself and third-party clients may block.
+    """
+    with blockbuster_ctx(["minirllm", "tasks"] if _importable("tasks") else ["minirllm"]) as watch:
+        for function in watch.functions.values():
+            # a module's first import reads its file, and so do tracebacks that show source lines
+            function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
+            function.can_block_in("linecache.py", {"checkcache", "updatecache"})
+        yield watch
+
+
+def _importable(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[object, object]:
+    """(model, tokenizer) of `minirllm.tiny`, shared: a test that changes the weights builds its own."""
+    from minirllm import tiny
+
+    return tiny.build()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> object:
+    """The embedded SmolLM2-135M-Instruct as a `LoadedModel`, shared: a test that changes the weights loads its own."""
+    from minirllm import models
+
+    return models.load("smollm2-135m")
