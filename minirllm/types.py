@@ -143,13 +143,19 @@ class ModelReply:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed answer. Text pieces concatenate to `Choice.message.content`."""
+    """A piece of a streamed answer. Text pieces concatenate to `Choice.message.content`.
+
+    The session sends a first, empty one as soon as the prompt is accepted (it fits the context, quotas allow it): an
+    endpoint may then commit to a streamed answer, and its first event carries the right id and prompt tokens.
+    """
 
     index: int
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()  # whole calls, once parsed
     tokens: tuple[SampledToken, ...] = ()
+    reply_id: str = ""  # on the first delta: `ModelReply.id`
+    prompt_ids: tuple[int, ...] = ()  # on the first delta: `ModelReply.prompt_ids`
 
 
 class TerminationReason(str, Enum):
