@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +36,7 @@ class Config:
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks per step", 1)
     group_size: int = option(8, "rollouts per task", 1)
-    seed: int = option(0, "the run seed: same seed, same bits", 0)
+    seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
     concurrency: int = option(64, "rollouts in flight", 1)
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
     retries: int = option(1, "fresh attempts after an episode errors", 0)
@@ -88,10 +91,9 @@ class Config:
             value = _typed(f.name, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
             low, high = f.metadata["low"], f.metadata["high"]
-            if isinstance(value, float | int) and not isinstance(value, bool):
-                if value != value or (low is not None and value < low) or (high is not None and value > high):
-                    bounds = f"at least {low}" + (f" and at most {high}" if high is not None else "")
-                    raise ConfigError(f"{f.name} must be {bounds}, got {value}.")
+            if low is not None and not low <= value <= (sys.float_info.max if high is None else high):
+                bounds = f"at least {low} and " + (f"at most {high}" if high is not None else "finite")
+                raise ConfigError(f"{f.name} must be {bounds}, got {value}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Field name to plain value."""
@@ -102,17 +104,21 @@ class Config:
         lines = []
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            text = str(value).lower() if isinstance(value, bool) else f'"{_escape(value)}"' if isinstance(value, str) else repr(value)
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a JSON scalar is a TOML scalar, but for DEL
             lines.append(f"# {f.metadata['doc']}\n{f.name} = {text}")
         return "\n".join(lines) + "\n"
+
+    def run_folder(self, task: str) -> Path:
+        """Where a run of the task named `task` writes: ``runs_dir / run``, or a name made of task, model and seed."""
+        model = self.model.partition("@")[0].rstrip("/").rpartition("/")[2]
+        name = self.run or re.sub(r"[^\w.-]+", "-", f"{task}-{model}-{self.seed}")
+        if name in (".", "..") or Path(name).name != name:
+            raise ConfigError(f"run is a name, not a path, got {name!r}; the folder around it is runs_dir.")
+        return Path(self.runs_dir) / name
 
 
 _TYPES = get_type_hints(Config)
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -133,10 +139,14 @@ def _typed(name: str, value: Any) -> Any:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
         if kind is bool and not isinstance(value, bool):
             raise ValueError
-        if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != int(value))):
+        if kind in (int, float) and isinstance(value, bool):
             raise ValueError
-        if kind is str and not isinstance(value, str):
+        if kind is int and isinstance(value, float) and value != int(value):
             raise ValueError
+        if kind is str:
+            if not isinstance(value, str):
+                raise ValueError
+            value.encode()  # bytes of a file name that are no UTF-8 could not be written to config.toml
         return kind(value)
     except (ValueError, KeyError, TypeError, OverflowError):
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}.") from None
@@ -150,16 +160,24 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
-def load(path: Path | None = None, settings: tuple[str, ...] = (), overrides: Mapping[str, Any] | None = None) -> Config:
-    """Defaults, then the TOML file, then ``key=value`` settings, then `overrides` whose value is not None."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values.update(tomllib.loads(path.read_text()))
-        except OSError as error:
-            raise ConfigError(f"Cannot read config file {path}: {error.strerror}.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from None
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file. Raises ConfigError when it cannot be read or parsed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read config file {path}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Config file {path} is not valid TOML: {error}.") from None
+
+
+def load(
+    path: Path | None = None,
+    settings: tuple[str, ...] = (),
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
+    """Config's own defaults, then `defaults` (a task's), the TOML file, ``key=value`` settings, `overrides` that are not None."""
+    values = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
