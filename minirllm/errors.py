@@ -81,3 +81,7 @@ class SessionClosed(RequestError):
 
 class EngineError(Exception):
     """The engine cannot serve: it was closed or its device failed."""
+
+
+class LedgerError(Exception):
+    """A captured token cannot be trained on: no finite logprob, or sampled by other weights. Our own fault, never the agent's."""
