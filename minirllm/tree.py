@@ -40,7 +40,10 @@ class Node:
 
 @dataclass
 class TokenTree:
-    """Append-only. A node index stays valid and keeps naming the same *last* token for ever, also when its node is split."""
+    """Append-only. A node index stays valid and keeps naming the same *last* token, also when its node is split.
+
+    A sample of no tokens (aborted at once) is an empty node and never gets children.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
@@ -59,10 +62,10 @@ class TokenTree:
             tokens = self.nodes[index].tokens
             agreed = _agreement(tokens, prompt_ids, used)
             used += agreed
+            if agreed:
+                at = index if agreed == len(tokens) else self._split(index, agreed)
             if agreed < len(tokens):
-                at = self._split(index, agreed) if agreed else at
                 break
-            at = index
         sample = Node(
             self._descend(at, prompt_ids, used),
             list(completion.token_ids),
@@ -229,7 +232,7 @@ def merge(trees: Sequence[TokenTree], calls: Sequence[Collection[str]] | None = 
             if index not in kept:
                 continue
             node = tree.nodes[index]
-            if node.sampled and node.tokens:
+            if node.sampled:
                 place[index] = merged._append(replace(node, parent=place[node.parent], children=[]))
                 source[place[index]] = (k, index)
             else:
@@ -325,7 +328,9 @@ def unfold(forest: Forest) -> list[Forest]:
             continue
         index_L = np.concatenate([np.arange(start, end) for start, end in path])
         arrays = {name: getattr(forest, name)[index_L] for name in _DTYPES}
-        arrays["trained_T"] = arrays["trained_T"] & ~taken_T[index_L]
+        repeated_L = taken_T[index_L]
+        for name, neutral in (("trained_T", False), ("logprob_T", 0), ("advantage_T", 0), ("weight_T", 0), ("temperature_T", 1)):
+            arrays[name][repeated_L] = neutral
         arrays["parent_T"] = np.arange(-1, len(index_L) - 1)
         taken_T[index_L] = True
         rows.append(Forest(**arrays, **_nodes([0], [len(index_L)], [ROOT])))
