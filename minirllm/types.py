@@ -108,6 +108,7 @@ class ModelRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI function-tool form
     tool_choice: str | dict[str, Any] = "auto"
     params: SamplingParams = field(default_factory=SamplingParams)
+    asked: frozenset[str] = frozenset()  # names of the `params` fields that the caller really sent
     n: int = 1
     stream: bool = False
     include_usage: bool = False
