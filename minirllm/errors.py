@@ -85,3 +85,11 @@ class EngineError(Exception):
 
 class LedgerError(Exception):
     """A captured token cannot be trained on: no finite logprob, or sampled by other weights. Our own fault, never the agent's."""
+
+
+class GradingError(Exception):
+    """An evaluator raised, died or returned something that is no verdict. The message says which."""
+
+
+class GradingTimeout(GradingError):
+    """An evaluator was stopped at its deadline."""
