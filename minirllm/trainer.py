@@ -1,0 +1,182 @@
+"""The weight update: forests in, one AdamW step out, metrics beside it.
+
+Owns: optimizer, learning-rate schedule, gradient clipping, the decision to skip a step, the sampler/trainer mismatch
+figures. Every piece of torch work is one short call on the policy's device thread, so the event loop stays free.
+Does not know: engines, rewards, text, how weights per token came about (batch.py).
+
+Legend: T tokens of a forest, N trained tokens of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minirllm.algorithms import Algorithm
+from minirllm.batch import Batch
+from minirllm.config import Config
+from minirllm.policy import Policy
+from minirllm.tree import Forest
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of the two running means
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """The rate of update `step` (0 first): linear warm-up, then constant or a decay that would reach 0 right after the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    left = max(1, config.steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / left)
+    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return config.lr * factor[config.lr_schedule]
+
+
+class Trainer:
+    """Updates `policy` in place. `step` counts calls of `update`, skipped ones included; the schedule follows it."""
+
+    def __init__(self, policy: Policy, config: Config, algorithm: Algorithm, dump_folder: Path | None = None):
+        """`dump_folder` receives the batch of a skipped step. Raises ConfigError when the algorithm refuses the options."""
+        algorithm.validate(config)
+        self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
+        self.step = 0
+        self.problem = ""  # one sentence about the last update when it was skipped, else empty
+        self.parameters = policy.trainable()
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()), lr=config.lr, betas=BETAS, eps=EPSILON, weight_decay=config.weight_decay
+        )
+
+    async def update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on the whole batch; ``policy.version`` rises by one.
+
+        The version stays when the weights stay: nothing to learn from, or (``skipped`` = 1, `problem` says why) a loss or
+        gradient that is not finite. Metrics are means over trained tokens unless named otherwise.
+        """
+        started, self.problem = time.perf_counter(), ""
+        rate = learning_rate(self.step, self.config)
+        self.step += 1
+        sums: dict[str, float] = {}
+        try:
+            for forest in batch.forests:
+                _add(sums, await self.policy.run(self._accumulate, forest))
+            grad_norm = await self.policy.run(self._apply, rate, sums["loss"]) if batch.forests else 0.0
+        finally:
+            await self.policy.run(self.optimizer.zero_grad)
+        if self.problem and self.dump_folder is not None:
+            path = self.dump_folder / f"skipped_step_{self.step:06d}.json"
+            await asyncio.to_thread(dump, batch.forests, path)
+            self.problem += f" The batch is in {path}."
+        metrics = _means(sums)
+        metrics |= {"lr": rate, "grad_norm": grad_norm, "skipped": float(bool(self.problem)), "train_seconds": time.perf_counter() - started}
+        return metrics
+
+    def _accumulate(self, forest: Forest) -> dict[str, float]:
+        """Forward and backward of one micro-batch; gradients add up. Returns sums over its trained tokens."""
+        with _gradient_checkpointing(self.policy.model, self.config.gradient_checkpointing), torch.enable_grad():
+            at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
+            old_N, advantage_N, weight_N = (
+                torch.from_numpy(values_T).to(self.policy.device)[at_N]
+                for values_T in (forest.logprob_T, forest.advantage_T, forest.weight_T)
+            )
+            reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
+            logprob_T, entropy_T = self.policy.score(forest)
+            logprob_N = logprob_T[at_N]
+            loss_N, per_token = self.algorithm.loss(logprob_N, old_N, advantage_N, reference_N, self.config)
+            loss = (weight_N * loss_N).sum()
+            loss.backward()
+        sums = {name: values_N.sum(dtype=torch.float64).item() for name, values_N in per_token.items()}
+        difference_N = (logprob_N.detach() - old_N).double()  # of the token that was sampled: trainer minus sampler
+        return sums | {
+            "loss": loss.item(),
+            "entropy": entropy_T[at_N].sum(dtype=torch.float64).item(),
+            "mismatch_mean": difference_N.abs().sum().item(),
+            "mismatch_max": difference_N.abs().max().item(),
+            "mismatch_kl": (difference_N.exp() - difference_N - 1).sum().item(),  # k3 estimate of KL(sampler || trainer)
+            "ratio_max": (difference_N.exp() - 1).abs().max().item(),
+            "tokens": float(len(at_N)),
+        }
+
+    def _apply(self, rate: float, loss: float) -> float:
+        """Clip and step, unless something is not finite. Returns the global gradient norm before clipping."""
+        limit = self.config.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.problem = f"Step {self.step} was skipped, its loss is {loss} and its gradient norm {norm}: the weights are unchanged."
+            return norm
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.policy.version += 1
+        return norm
+
+    def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """AdamW's moments by ``moment/parameter``, and the plain numbers. Together with the weights this is all there is."""
+        tensors: dict[str, torch.Tensor] = {}
+        steps = 0
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state.get(parameter)
+            if state:
+                tensors |= {f"{moment}/{name}": state[moment].detach() for moment in MOMENTS}
+                steps = int(state["step"])
+        return tensors, {"step": self.step, "optimizer_steps": steps, "version": self.policy.version}
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """What `state_dict` returned. Raises KeyError or ValueError when it belongs to other parameters."""
+        loaded: dict[torch.Tensor, Any] = {}
+        for name, parameter in self.parameters.items() if tensors else ():
+            moments = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS}
+            if any(moment.shape != parameter.shape for moment in moments.values()):
+                raise ValueError(f"the moments of {name} have another shape than the parameter")
+            on_device = {moment: value.to(parameter.device, copy=True) for moment, value in moments.items()}
+            loaded[parameter] = {"step": torch.tensor(float(numbers["optimizer_steps"])), **on_device}
+        self.optimizer.state.clear()
+        self.optimizer.state.update(loaded)
+        self.step, self.policy.version = numbers["step"], numbers["version"]
+
+
+def dump(forests: Sequence[Forest], path: Path) -> None:
+    """The forests as JSON: one object of plain lists each, for looking at what broke a step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{name: value.tolist() for name, value in vars(forest).items() if isinstance(value, np.ndarray)} for forest in forests]
+    path.write_text(json.dumps(rows))
+
+
+@contextmanager
+def _gradient_checkpointing(model: Any, on: bool) -> Iterator[None]:
+    """Recompute each decoder layer in backward, inside the block only: it would disable the KV cache in generation.
+
+    transformers checkpoints a layer whose own ``training`` flag is set; its parts stay in evaluation mode (no dropout).
+    """
+    if not on:
+        yield
+        return
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for layer in layers:
+            layer.training = True
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+        model.activation_checkpointing_disable()
+
+
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+
+
+def _means(sums: dict[str, float]) -> dict[str, float]:
+    """Sums over tokens become means; the loss (weighted already) and maxima stay."""
+    tokens = max(1.0, sums.pop("tokens", 0.0))
+    return {name: value if name == "loss" or name.endswith("_max") else value / tokens for name, value in sums.items()}

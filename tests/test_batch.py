@@ -1,0 +1,218 @@
+"""Groups, weights, packing and the ledger, on hand-built trees: no model."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from minirllm.algorithms import create
+from minirllm.batch import build
+from minirllm.config import Config
+from minirllm.errors import LedgerError
+from minirllm.tree import TokenTree
+from minirllm.types import Completion, Episode, Message, Step, TerminationReason, Trajectory
+
+PROMPT = [1, 2, 3, 4]
+
+
+def episode(task, index, reward, answers=((7, 8),), prompt=None, names=None, version=0, **more):
+    """One rollout whose calls each continue the first prompt with one sampled answer; `names` gives each call's trajectory."""
+    tree, trajectories = TokenTree(), {}
+    for n, answer in enumerate(answers):
+        call = f"{task}-{index}-{n}"
+        node = tree.add(prompt or PROMPT, Completion(list(answer), [-0.5] * len(answer), "stop", version, 0.7), call)
+        name = (names or ["default"] * len(answers))[n]
+        trajectories.setdefault(name, Trajectory(name)).steps.append(Step(id=call, node=node, finish_reason="stop", weight_version=version))
+    return Episode(
+        id=f"{task}:{index}", task_id=task, rollout_idx=index, reward=reward, tree=tree, trajectories=list(trajectories.values()), **more
+    )
+
+
+def make(episodes, version=0, algorithm="grpo", **options):
+    config = Config(**{"norm_std": False, "algorithm": algorithm, **options})
+    return build(episodes, config, create(algorithm), version)
+
+
+def trained(batch, name):
+    return np.concatenate([getattr(forest, name)[forest.trained_T] for forest in batch.forests])
+
+
+def test_a_group_shares_its_prompt_and_gets_its_advantages():
+    batch = make([episode("a", 0, 1.0), episode("a", 1, 0.0, [(9,)])])
+    (forest,) = batch.forests
+    assert forest.token_T.tolist() == [1, 2, 3, 4, 7, 8, 9]
+    assert forest.trained_T.tolist() == [False] * 4 + [True] * 3
+    assert forest.advantage_T.tolist() == [0] * 4 + [0.5, 0.5, -0.5]
+    assert forest.temperature_T[4:] == pytest.approx([0.7] * 3)
+    assert forest.weight_T == pytest.approx([0] * 4 + [1 / 3] * 3)
+    expected = {"trained_tokens": 3, "context_tokens": 4, "tokens": 7, "prefix_saving": 11 / 7, "micro_batches": 1, "trajectories": 2}
+    assert {name: batch.metrics[name] for name in expected} == pytest.approx(expected)
+    assert (batch.metrics["reward_mean"], batch.metrics["reward_std"], batch.metrics["reward/default"]) == (0.5, 0.5, 0.5)
+
+
+def test_weights_by_hand_for_each_aggregation():
+    # three trajectories of 5 (in two branches), 1 and 2 trained tokens
+    episodes = [episode("a", 0, 1.0, [(7, 8, 9), (5, 6)]), episode("a", 1, 0.0, [(9,)]), episode("a", 2, 0.0, [(4, 4)])]
+    sizes = [5] * 5 + [1] + [2] * 2
+    assert trained(make(episodes), "weight_T") == pytest.approx([1 / 8] * 8)
+    assert sorted(trained(make(episodes, loss_aggregation="sequence"), "weight_T")) == pytest.approx(sorted(1 / (3 * n) for n in sizes))
+    assert trained(make(episodes, loss_aggregation="constant", max_tokens=10), "weight_T") == pytest.approx([1 / 30] * 8)
+
+
+def test_a_trajectory_weighs_the_same_however_many_branches_it_has():
+    batch = make([episode("a", 0, 1.0, [(7,)]), episode("a", 1, 0.0, [(5, 5), (6,), (8, 8, 8)])], loss_aggregation="sequence")
+    weight, advantage = trained(batch, "weight_T"), trained(batch, "advantage_T")
+    assert weight[advantage > 0].sum() == pytest.approx(0.5)
+    assert weight[advantage < 0].sum() == pytest.approx(0.5)
+
+
+def test_groups_without_signal_are_named_and_take_no_compute():
+    kinds = {"easy": [1, 1], "hard": [0, 0], "same": [0.5, 0.5], "good": [0, 1]}
+    episodes = [episode(task, i, float(r)) for task, rewards in kinds.items() for i, r in enumerate(rewards)]
+    episodes += [episode("alone", 0, 1.0), episode("alone", 1, None, termination_reason=TerminationReason.TIMEOUT)]
+    batch = make(episodes)
+    names = ("groups", "groups_with_signal", "groups_too_easy", "groups_too_hard", "groups_uniform", "groups_too_small")
+    assert [batch.metrics[name] for name in names] == [5, 1, 1, 1, 1, 1]
+    assert batch.metrics["trained_tokens"] == 4
+    assert trained(batch, "weight_T") == pytest.approx([0.25] * 4)
+    assert (batch.metrics["episodes"], batch.metrics["ungraded"], batch.metrics["ungraded/timeout"]) == (10, 1, 1)
+    assert batch.metrics["reward_mean"] == pytest.approx(5 / 9)
+
+
+def test_with_a_kl_term_groups_without_signal_stay():
+    batch = make([episode("a", 0, 1.0), episode("a", 1, 1.0)], kl_beta=0.1)
+    assert batch.metrics["groups_too_easy"] == 1
+    assert trained(batch, "advantage_T").tolist() == [0] * 4
+    assert trained(batch, "weight_T") == pytest.approx([0.25] * 4)
+
+
+def test_reinforce_learns_from_equal_rewards_unless_they_are_zero():
+    batch = make([episode("a", 0, 1.0), episode("a", 1, 1.0), episode("b", 0, 0.0), episode("b", 1, 0.0)], algorithm="reinforce")
+    assert (batch.metrics["groups_with_signal"], batch.metrics["groups_too_hard"]) == (1, 1)
+    assert trained(batch, "advantage_T").tolist() == [1] * 4
+
+
+def test_ungraded_episodes_are_no_zero_and_nothing_graded_gives_an_empty_batch():
+    ungraded = episode("a", 2, None, termination_reason=TerminationReason.GRADING_ERROR)
+    batch = make([episode("a", 0, 1.0), episode("a", 1, 0.0), ungraded])
+    assert sorted(set(trained(batch, "advantage_T").tolist())) == [-0.5, 0.5]
+    empty = make([ungraded])
+    assert empty.forests == []
+    assert empty.metrics["ungraded/grading_error"] == 1
+    assert "reward_mean" not in empty.metrics
+
+
+def test_roles_are_groups_of_their_own_in_one_forest():
+    def solve_and_judge(index, solver, judge):
+        made = episode("a", index, 0.0, [(7,), (8, 8)], names=["solver", "judge"])
+        made.trajectories[0].reward, made.trajectories[1].reward = solver, judge
+        return made
+
+    batch = make([solve_and_judge(0, 1.0, 0.25), solve_and_judge(1, 0.0, 0.75)])
+    (forest,) = batch.forests
+    found = {(int(tree), int(token)): float(a) for tree, token, a in zip(forest.tree_T, forest.token_T, forest.advantage_T, strict=True) if tree >= 0}
+    assert found == {(0, 7): 0.5, (0, 8): -0.25, (1, 7): -0.5, (1, 8): 0.25}
+    assert (batch.metrics["groups"], batch.metrics["reward/solver"], batch.metrics["reward/judge"]) == (2, 0.5, 0.5)
+    assert batch.metrics["trajectories"] == 4
+
+
+def test_a_role_without_signal_is_context_only():
+    def both(index, solver):
+        made = episode("a", index, 1.0, [(7,), (8, 8)], names=["solver", "judge"])
+        made.trajectories[0].reward = solver
+        return made
+
+    batch = make([both(0, 1.0), both(1, 0.0)])
+    assert trained(batch, "token_T").tolist() == [7, 7]
+
+
+def test_a_call_of_two_trajectories_is_trained_once_and_aborted_ones_never():
+    first, second = episode("a", 0, 1.0, [(7, 8)]), episode("a", 1, 0.0, [(9,), (5, 5)])
+    first.trajectories.append(Trajectory("other", steps=list(first.trajectories[0].steps)))
+    second.tree.nodes[second.trajectories[0].steps[1].node].aborted = True
+    batch = make([first, second])
+    assert sorted(trained(batch, "token_T").tolist()) == [7, 8, 9]
+    assert batch.metrics["trained_tokens"] == 3
+
+
+def test_the_order_in_which_rollouts_ended_does_not_matter():
+    def in_order(*order):
+        made = [episode("a", i, float(i), [(10 + i, 20 + i)]) for i in range(4)]
+        return make([made[i] for i in order])
+
+    one, other = in_order(0, 1, 2, 3), in_order(2, 0, 3, 1)
+    for a, b in zip(one.forests, other.forests, strict=True):
+        assert all(np.array_equal(value, vars(b)[name]) for name, value in vars(a).items())
+    assert one.metrics == other.metrics
+
+
+def test_packing_keeps_order_and_the_limit():
+    episodes = [episode(f"t{t}", i, float(i), [tuple(range(10, 18))]) for t in range(5) for i in range(2)]  # 20 tokens a task
+    batch = make(episodes, micro_batch_tokens=50)
+    assert [len(forest) for forest in batch.forests] == [40, 40, 20]
+    assert trained(batch, "weight_T") == pytest.approx([1 / 80] * 80)
+    assert all((forest.parent_T < np.arange(len(forest))).all() for forest in batch.forests)
+
+
+def test_a_group_over_the_limit_is_split_into_even_shares_that_repeat_the_prompt():
+    episodes = [episode("a", i, float(i), [tuple(range(10, 18))]) for i in range(8)]  # 4 + 8 x 8 = 68 tokens
+    batch = make(episodes, micro_batch_tokens=40)
+    assert [len(forest) for forest in batch.forests] == [4 + 4 * 8] * 2
+    assert all(forest.token_T[:4].tolist() == PROMPT for forest in batch.forests)
+    assert len(trained(batch, "weight_T")) == 64
+    small = make(episodes, micro_batch_tokens=16)
+    assert [len(forest) for forest in small.forests] == [12] * 8
+    huge = make([episode("a", 0, 0.0, [(5,) * 30]), episode("a", 1, 1.0, [(6,)])], micro_batch_tokens=16)
+    assert [len(forest) for forest in huge.forests] == [34, 5]  # one rollout is never cut
+
+
+def test_paths_are_single_sequences_with_the_same_trained_tokens():
+    episodes = [episode("a", 0, 1.0, [(7, 8), (6,)]), episode("a", 1, 0.0)]
+    forest, paths = make(episodes), make(episodes, packing="paths")
+    assert sorted(len(row) for row in paths.forests) == [5, 6, 6]
+    assert all((row.parent_T == np.arange(-1, len(row) - 1)).all() for row in paths.forests)
+    for name in ("token_T", "advantage_T", "weight_T", "logprob_T"):
+        assert sorted(trained(paths, name).tolist()) == sorted(trained(forest, name).tolist())
+    assert (paths.metrics["prefix_saving"], forest.metrics["prefix_saving"]) == pytest.approx((1.0, 17 / 9))
+
+
+def test_a_conversation_trains_its_first_turn_once():
+    def talk(index, reward):
+        tree = TokenTree()
+        first = tree.add(PROMPT, Completion([7, 8], [-1.0, -2.0], "stop", 0), "one")
+        steps = [Step(id="one", node=first)]
+        for n, user in enumerate((30, 40)):  # two continuations of the first answer
+            node = tree.add([*PROMPT, 7, 8, user], Completion([9 + n], [-3.0], "length", 0), f"two{n}", after=first)
+            steps.append(Step(id=f"two{n}", node=node, finish_reason="length"))
+        return Episode(id=f"a:{index}", task_id="a", rollout_idx=index, reward=reward, tree=tree, trajectories=[Trajectory(steps=steps)])
+
+    for packing in ("forest", "paths"):
+        batch = make([talk(0, 0.0), talk(1, 1.0)], packing=packing)
+        assert sorted(trained(batch, "token_T").tolist()) == [7, 7, 8, 8, 9, 9, 10, 10]
+    assert batch.metrics["truncated"] == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_the_ledger_names_the_token_without_a_finite_logprob(value):
+    broken = episode("a", 1, 0.0, [(7, 8, 9)])
+    broken.tree.nodes[broken.trajectories[0].steps[0].node].logprobs[1] = value
+    with pytest.raises(LedgerError, match=r"Episode a:1, call a-1-0, token at position 5: its logprob is"):
+        make([episode("a", 0, 1.0), broken])
+
+
+def test_the_ledger_refuses_tokens_of_other_weights():
+    with pytest.raises(LedgerError, match=r"Episode a:1, call a-1-0: sampled by weights of version 3, but the policy is at version 4"):
+        make([episode("a", 0, 1.0, version=4), episode("a", 1, 0.0, version=3)], version=4)
+
+
+def test_counts_of_malformed_tool_calls_and_signals():
+    one, other = episode("a", 0, 1.0, signals={"length": 3.0}), episode("a", 1, None, signals={"length": 100.0})
+    one.trajectories[0].steps[0].response = Message("assistant", malformed=True)
+    metrics = make([one, other]).metrics
+    assert (metrics["malformed_tool_calls"], metrics["signal/length"], metrics["calls"]) == (1, 3.0, 2)
+
+
+def test_token_order_within_a_task_is_rollout_order():
+    batch = make([episode("a", i, float(i % 2), [(10 + i,)]) for i in range(4)])
+    assert all(a < b for a, b in pairwise(trained(batch, "token_T")))
