@@ -1,0 +1,57 @@
+"""Wire dialects: JSON in, JSON and server-sent events out. A new one is a module here, one line in `DIALECTS`.
+
+Owns: the protocol. Dialects know no torch, no HTTP library, no session; the server calls them by route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from minirllm.dialects import chat, completions
+from minirllm.dialects.openai import TokenText
+from minirllm.errors import RequestError
+from minirllm.types import Delta, ModelReply, ModelRequest
+
+
+class AnswerStream(Protocol):
+    """One streamed answer. Every method returns whole server-sent events, ready to be sent."""
+
+    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
+        """The prompt was accepted; called before `start` whenever it is known by then."""
+
+    def start(self) -> list[str]:
+        """The first events, sent once, before anything else."""
+
+    def keep_alive(self) -> list[str]:
+        """A real event that carries nothing, while nothing is to be said."""
+
+    def delta(self, delta: Delta) -> list[str]:
+        """A piece of the answer."""
+
+    def finish(self, reply: ModelReply) -> list[str]:
+        """Everything that remains, and the end."""
+
+    def fail(self, problem: RequestError) -> list[str]:
+        """An error after `start`; nothing follows."""
+
+
+class Dialect(Protocol):
+    """What a dialect module offers."""
+
+    ROUTE: str  # below .../v1/
+
+    def parse(self, body: Any) -> ModelRequest:
+        """The request in the one internal form. Raises RequestError naming the field."""
+
+    def response(self, reply: ModelReply, request: ModelRequest, token_text: TokenText) -> dict[str, Any]:
+        """The whole answer as JSON."""
+
+    def Stream(self, request: ModelRequest, token_text: TokenText, model: str) -> AnswerStream:
+        """The answer piece by piece."""
+
+    def error(self, problem: RequestError) -> dict[str, Any]:
+        """The error body of this dialect."""
+
+
+DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions}

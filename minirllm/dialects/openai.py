@@ -1,0 +1,173 @@
+"""What the two OpenAI dialects have in common on the way out: errors, usage, log-probabilities, server-sent events.
+
+Owns: those shapes. Does not know: how a request is read, HTTP, sessions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minirllm.dialects import response_format
+from minirllm.errors import RequestError
+from minirllm.types import Choice, Completion, Delta, ModelReply, ModelRequest, SampledToken
+
+TokenText = Callable[[int], str]  # the text of one token id
+
+DONE = "data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def error(problem: RequestError) -> dict[str, Any]:
+    """The error body of every OpenAI route."""
+    kind = "server_error" if problem.status >= 500 else "invalid_request_error"
+    if problem.code == "insufficient_quota":
+        kind = problem.code
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+
+
+def frame(event: dict[str, Any]) -> str:
+    """One server-sent event. ASCII only, so that no client splits it at a Unicode line separator."""
+    return f"data: {json.dumps(event, allow_nan=False)}\n\n"
+
+
+def usage(reply: ModelReply) -> dict[str, Any]:
+    """Token counts. The prompt counts once, whatever `n` is."""
+    prompt, sampled = len(reply.prompt_ids), sum(len(c.completion.token_ids) for c in reply.choices)
+    cached = max((c.completion.cached_tokens for c in reply.choices), default=0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def answer(kind: str, choices: list[dict[str, Any]], reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    """The body of a whole answer; `kind` is its `object`."""
+    body = {"id": reply.id, "object": kind, "created": reply.created, "model": reply.model, "choices": choices}
+    if request.return_token_ids:
+        body["prompt_token_ids"] = reply.prompt_ids
+    return {**body, "usage": usage(reply), **extras(reply, request)}
+
+
+def extras(reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    """Fields beside usage that OpenAI does not have, only when there is something to say."""
+    problem = response_format.error(reply, request.response_format)
+    said: dict[str, Any] = {"overridden": reply.overridden, "format_error": problem}
+    return {name: value for name, value in said.items() if value}
+
+
+def sampled(completion: Completion) -> list[SampledToken]:
+    """The tokens of a completion as the engine reported them."""
+    tops = completion.top_logprobs or [()] * len(completion.token_ids)
+    rows = zip(completion.token_ids, completion.logprobs, tops, strict=True)
+    return [SampledToken(i, logprob, top) for i, logprob, top in rows]
+
+
+def finite(logprob: float) -> float:
+    """`logprob` as JSON can say it."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+class Stream:
+    """One streamed answer as server-sent events. The subclass says what a chunk of its dialect looks like."""
+
+    object = ""
+    id_prefix = ""
+
+    def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
+        self.request, self.token_text = request, token_text
+        # the id is replaced by the reply's own when the first delta brings it, which is before anything is sent
+        self.header = {"id": f"{self.id_prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.prompt_ids: Sequence[int] | None = None  # known and not yet sent
+        self.prompt_known = False
+        self.sent = [Sent() for _ in range(request.n)]
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The entry of `choices` that opens choice `index`, before anything is sampled."""
+        raise NotImplementedError
+
+    def piece(self, delta: Delta, already: Sent) -> dict[str, Any]:
+        """The entry of `choices` for one piece, which may be empty; `already`: what was sent before it."""
+        raise NotImplementedError
+
+    def place_prompt(self, event: dict[str, Any], ids: list[int]) -> None:
+        """Put the prompt's token ids where the dialect has them."""
+        raise NotImplementedError
+
+    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
+        """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
+        if not self.prompt_known:
+            self.header["id"] = reply_id
+            self.prompt_known, self.prompt_ids = True, prompt_ids
+
+    def start(self) -> list[str]:
+        """The first events."""
+        return [self._chunk([self.first(index)]) for index in range(self.request.n)]
+
+    def keep_alive(self) -> list[str]:
+        """An event that carries nothing: clients' idle timers count events, not comments."""
+        return [self._chunk([self.piece(Delta(0), self.sent[0])])]
+
+    def delta(self, delta: Delta) -> list[str]:
+        """The event for one piece; none when it holds nothing this client asked for."""
+        tokens_wanted = self.request.logprobs or self.request.return_token_ids
+        if not (delta.text or delta.reasoning or delta.tool_calls or (delta.tokens and tokens_wanted)):
+            return []
+        entry = self.piece(delta, self.sent[delta.index])
+        self.sent[delta.index].add(delta)
+        return [self._chunk([entry])]
+
+    def finish(self, reply: ModelReply) -> list[str]:
+        """What was not streamed yet (all of it, for an answer given again), finish reasons, extras, usage, the end."""
+        self.accepted(reply.id, reply.prompt_ids)
+        frames = []
+        for choice in reply.choices:
+            frames += self.delta(self.sent[choice.index].rest(choice))
+            last = self.piece(Delta(choice.index), self.sent[choice.index])
+            last["finish_reason"] = choice.finish_reason
+            if choice.message.malformed:
+                last["malformed_tool_call"] = True
+            frames.append(self._chunk([last], **(extras(reply, self.request) if choice is reply.choices[-1] else {})))
+        if self.request.include_usage:
+            frames.append(self._chunk([], usage=usage(reply)))
+        return [*frames, DONE]
+
+    def fail(self, problem: RequestError) -> list[str]:
+        """The event for an error after the answer has begun."""
+        return [frame(error(problem))]
+
+    def _chunk(self, choices: list[dict[str, Any]], **extra: Any) -> str:
+        event = {**self.header, "object": self.object, "choices": choices}
+        if self.request.include_usage:
+            event["usage"] = None
+        if self.request.return_token_ids and self.prompt_ids is not None:
+            self.place_prompt(event, list(self.prompt_ids))
+            self.prompt_ids = None
+        return frame({**event, **extra})
+
+
+@dataclass
+class Sent:
+    """How much of one choice was streamed: characters, calls, tokens, and the characters of those tokens."""
+
+    text: int = 0
+    reasoning: int = 0
+    tool_calls: int = 0
+    tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.text += len(delta.text)
+        self.reasoning += len(delta.reasoning)
+        self.tool_calls += len(delta.tool_calls)
+        self.tokens += len(delta.tokens)
+
+    def rest(self, choice: Choice) -> Delta:
+        message, tokens = choice.message, sampled(choice.completion)
+        text, reasoning = message.content[self.text :], message.reasoning[self.reasoning :]
+        return Delta(choice.index, text, reasoning, message.tool_calls[self.tool_calls :], tuple(tokens[self.tokens :]))
