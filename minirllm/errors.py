@@ -79,6 +79,13 @@ class SessionClosed(RequestError):
     code = "session_closed"
 
 
+class UnknownSession(RequestError):
+    """No session has this id."""
+
+    status = 404
+    code = "session_not_found"
+
+
 class EngineError(Exception):
     """The engine cannot serve: it was closed or its device failed."""
 

@@ -15,6 +15,7 @@ class Engine(Protocol):
     """A completion is a function of (weights, prompt ids, params, seed) and of nothing else."""
 
     max_context: int  # prompt + completion, in tokens
+    vocab_size: int  # prompt ids are below this; sessions check it
 
     async def start(self) -> None:
         """Allocate, probe, begin serving."""
