@@ -17,7 +17,8 @@ def test_defaults_are_within_their_own_bounds_and_documented():
     assert values["model"] == "smollm2-135m"
     assert set(values) == set(c.FIELDS)
     for name, f in c.FIELDS.items():
-        assert f.metadata["doc"].strip() and "\n" not in f.metadata["doc"], name
+        assert f.metadata["doc"].strip(), name
+        assert "\n" not in f.metadata["doc"], name
         if isinstance(values[name], int | float) and not isinstance(values[name], bool):
             assert f.metadata["low"] is not None, f"{name} has no lower bound"
 
@@ -97,9 +98,9 @@ def test_a_broken_file_is_named(tmp_path, content, message):
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="Cannot read config file .*no.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"Cannot read config file .*no.toml: No such file"):
         c.load(tmp_path / "no.toml")
-    with pytest.raises(ConfigError, match="Cannot read config file .*: Is a directory"):
+    with pytest.raises(ConfigError, match=r"Cannot read config file .*: Is a directory"):
         c.load(tmp_path)
 
 

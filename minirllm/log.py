@@ -1,0 +1,360 @@
+"""What a run writes down and says: ``metrics.jsonl``, ``manifest.json``, ``config.toml``, the console.
+
+Owns: the run folder's lock and those three files, the live progress, the one line per step and its diagnosis.
+Does not know: torch, models, episodes; a metric is a name and a number.
+
+``metrics.jsonl`` has one JSON object per step. Numbers that are not finite are the strings "nan", "inf", "-inf" (JSON has
+no other place for them); null means *not measured*. Methods that write wait for the disk: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from minirllm import trackers
+from minirllm.config import Config
+from minirllm.errors import UserError
+
+METRICS, MANIFEST, CONFIG = "metrics.jsonl", "manifest.json", "config.toml"
+PACKAGES = ("minirllm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "starlette", "uvicorn", "httpx", "anyio", "datasets")
+ENVIRONMENT = ("MKL_CBWR", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+UNIFORM = {"groups_too_easy": "too easy", "groups_too_hard": "too hard", "groups_uniform": "all alike", "groups_too_small": "too small"}
+TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_calls": "parse failures"}
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class RunLog:
+    """One process's hold on a run folder. Raises UserError when it is in use, or used before and not resumed."""
+
+    def __init__(self, folder: Path, config: Config, *, resume: bool = False, quiet: bool = False, console: Console | None = None):
+        self.folder, self.config, self.quiet, self.level = folder, config, quiet, ""
+        self.console = console or Console(highlight=False)
+        self._bar: Progress | None = None
+        self._phase, self._phase_began = "", 0.0
+        self._exit = ExitStack()
+        self._exit.enter_context(_lock(folder))
+        with ExitStack() as undo:
+            undo.callback(self._exit.close)
+            self._resumed = (folder / METRICS).exists()
+            if self._resumed and not resume:
+                raise UserError(f"{folder} already holds a run: continue it with --resume, or name another with --run.")
+            write_whole(folder / CONFIG, config.to_toml())
+            self._trackers = trackers.build(config.trackers, folder, config)
+            for tracker in self._trackers:
+                self._exit.callback(tracker.close)
+            self._exit.callback(self._end_bar)
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the progress display and the trackers, and releases the folder."""
+        self._exit.close()
+
+    def manifest(self, **facts: Any) -> None:
+        """Writes what the run's bits depend on: `facts` (JSON values), the configuration, this machine.
+
+        A resumed run keeps its first manifest and adds what has changed since, which is also said on the console.
+        """
+        self.level = str(facts.get("level", ""))
+        new = {"config": self.config.to_dict(), **facts, **machine()}
+        path = self.folder / MANIFEST
+        if self._resumed and path.exists():
+            first = read_json(path)
+            changed = _changes(first, new)
+            first.setdefault("resumed", []).append({"time": new["time"], "changed": changed})
+            new = first
+            if changed:
+                listed = ", ".join(f"{name} {old!r} -> {now!r}" for name, (old, now) in changed.items())
+                self.warn(f"Resumed with changes, so the bits may differ from an uninterrupted run: {listed}.")
+        write_whole(path, json.dumps(new, indent=1) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows after `step`, and a torn last line: a resumed run writes them again."""
+        path = self.folder / METRICS
+        rows = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
+        write_whole(path, "".join(_line(row) for row in rows))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """One row, on disk when this returns; one line on the console, and a sentence when nothing could be learned.
+
+        `metrics` has ``step``; other values are numbers, booleans, texts or None. Raises UserError for anything else.
+        """
+        row = {name: _plain(name, value) for name, value in metrics.items()}
+        try:
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(_line(row))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"Cannot write {self.folder / METRICS}: {error.strerror}. Make room, then continue with --resume.") from None
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.log(row["step"], numbers)
+        self._end_bar()
+        self.say(explain(row, self.config.steps, self.level))
+        if sentence := diagnose(row, self.config, self.folder.name):
+            self.warn(sentence)
+
+    def say(self, sentence: str) -> None:
+        """A line on the console, unless quiet."""
+        if not self.quiet:
+            self._print(sentence, "")
+
+    def warn(self, sentence: str) -> None:
+        """A line on the console, quiet or not."""
+        self._print(sentence, "yellow")
+
+    def progress(self, phase: str, done: int, total: int, *, in_flight: int = 0, tokens: int = 0) -> None:
+        """Moves the live display, on a terminal; nothing otherwise. `tokens` were generated so far in this phase."""
+        if self.quiet or not self.console.is_terminal:
+            return
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(compact=True), console=self.console, transient=True)
+            self._bar.start()
+        if phase != self._phase:
+            self._phase, self._phase_began = phase, time.monotonic()
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(phase, total=total, detail="")
+        seconds = time.monotonic() - self._phase_began
+        detail = [f"{in_flight} in flight"] if in_flight else []
+        if tokens and seconds > 0:
+            detail.append(f"{tokens / seconds:.0f} tok/s")
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, detail=", ".join(detail))
+
+    def _print(self, sentence: str, style: str) -> None:
+        self.console.print(Text(printable(sentence), style), soft_wrap=True)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar, self._phase = None, ""
+
+
+def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
+    """One line: what was learned from, what was not, how fast. Leaves out what was not measured, and counts of zero."""
+    parts = [f"step {row['step']}/{steps}"]
+    if row.get("reward_mean") is not None:
+        parts.append(f"reward {_show(row, 'reward_mean', '.3f')} ± {_show(row, 'reward_std', '.2f')}")
+    if row.get("eval_reward") is not None:
+        parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} [{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]")
+    if row.get("groups") is not None:
+        counts = [f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups", *_counts(row, UNIFORM), *_counts(row, TROUBLE)]
+        parts.append(", ".join(counts))
+    shown = (("mismatch_max", "mismatch", ".2g"), ("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
+    parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]
+    if row.get("tokens_generated") and row.get("seconds_generate"):
+        parts.append(f"{row['tokens_generated'] / row['seconds_generate']:.0f} tok/s")
+    seconds = (("seconds_generate", "generate"), ("seconds_train", "train"), ("seconds_eval", "evaluate"))
+    parts += [f"{text} {row[name]:.1f} s" for name, text in seconds if row.get(name)]
+    if level:
+        parts.append(level)
+    if row.get("seconds_step") and row["step"] < steps:
+        parts.append(f"{_duration(row['seconds_step'] * (steps - row['step']))} left")
+    return " | ".join(parts)
+
+
+def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
+    """Why a step had nothing to learn from and what to do, in plain sentences; empty when it had something."""
+    groups, graded = _count(row, "groups"), _count(row, "episodes") - _count(row, "ungraded")
+    if row.get("groups") is None or _count(row, "groups_with_signal"):
+        return ""
+    look = f"`minirllm show {run}` prints some."
+    if graded <= 0:
+        why = ", ".join(f"{name.removeprefix('ungraded/')} {_count(row, name)}" for name in row if name.startswith("ungraded/"))
+        return f"None of the {_count(row, 'episodes')} answers could be graded ({why or 'no reason given'}), so nothing was learned: {look}"
+    if config.group_size == 1:
+        return "Nothing was learned: with --group-size 1 an answer has no others to be compared with; take at least 2."
+    if _count(row, "groups_too_hard") == groups:
+        sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."
+        if _count(row, "truncated") * 2 > _count(row, "calls"):
+            return f"{sentence} {_count(row, 'truncated')} were cut off at {config.max_tokens} tokens: raise --max-tokens."
+        if _count(row, "malformed_tool_calls") * 2 > _count(row, "calls"):
+            return f"{sentence} {_count(row, 'malformed_tool_calls')} had tool calls that could not be parsed: {look}"
+        return f"{sentence} Easier tasks, examples in the prompt or a larger --group-size help; {look}"
+    if _count(row, "groups_too_easy") == groups:
+        return f"All {graded} answers got the full reward, so nothing was learned: these tasks are solved, take harder ones."
+    return (
+        f"In each of the {groups} groups all answers got the same reward ({', '.join(_counts(row, UNIFORM))}), "
+        "so nothing was learned: a larger --group-size or a higher --temperature makes them differ."
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl`` in order of step; a torn last line is left out, the later of two rows of a step counts.
+
+    Raises UserError for a broken line anywhere else.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line else None
+        except json.JSONDecodeError:
+            row = "torn"
+        if row is None or (row == "torn" and number == len(lines)):
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path} is damaged: line {number} is not a metrics row.")
+        rows[row["step"]] = {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError when it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"Cannot read {path}: it is not a JSON object.")
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has its old content or all of `text`, whenever the machine stops. Raises UserError when it cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: what a model or an agent wrote must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def machine() -> dict[str, Any]:
+    """This process's surroundings, as the manifest records them."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str | None:
+    """The git commit this code runs from, with ``+changes``; None when it is not a checkout of this project."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
+        return None
+    try:
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        status = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git
+        return None
+    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "") if commit.returncode == 0 else None
+
+
+def _lock(folder: Path) -> TextIO:
+    """An open file that holds the folder's lock until it is closed or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"Cannot use run folder {folder}: {error.strerror}.") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise UserError(f"{folder} is in use by process {holder}: wait for it, or name another run with --run.") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """``{dotted name: [old, new]}`` of the leaves that differ, but for those of no effect on a run's bits."""
+    changed: dict[str, list[Any]] = {}
+    for name in [*new, *(name for name in old if name not in new)]:
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed.update(_changes(before, after, f"{prefix}{name}."))
+        elif before != after and name not in ("time", "resumed"):
+            changed[prefix + name] = [before, after]
+    return changed
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise UserError(f"Metric {name!r} must be a number, got {type(value).__name__}: convert it where it is made.")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    return int(row.get(name) or 0)
+
+
+def _counts(row: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """``3 too easy`` for every one of `names` that is not zero."""
+    return [f"{_count(row, name)} {text}" for name, text in names.items() if _count(row, name)]
+
+
+def _show(row: Mapping[str, Any], name: str, form: str) -> str:
+    value = row.get(name)
+    return "?" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
