@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from minirllm.config import Config
     from minirllm.flow import evaluator, rollout
     from minirllm.train import AgentTrainer
-    from minirllm.types import AgentConfig, Episode, EvalOutput, Message, Signal, Step, Task, TerminationReason, Trajectory
+    from minirllm.types import (
+        AgentConfig,
+        Episode,
+        EvalOutput,
+        Message,
+        Signal,
+        Step,
+        Task,
+        TerminationReason,
+        Trajectory,
+    )
 
 __version__ = "0.1.0"
 
@@ -41,8 +51,8 @@ __all__ = [
     "AgentConfig",
     "AgentTrainer",
     "Config",
-    "EvalOutput",
     "Episode",
+    "EvalOutput",
     "Message",
     "Signal",
     "Step",

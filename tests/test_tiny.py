@@ -42,7 +42,8 @@ def test_shapes_are_multiples_of_16_and_embeddings_are_tied() -> None:
     assert config._attn_implementation == IMPLEMENTATION
     assert len(tokenizer) == 256 + 7 <= config.vocab_size
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
-    assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @settings(max_examples=200, deadline=None)
