@@ -33,7 +33,9 @@ ROW_MULTIPLE = 4
 class Layout(Protocol):
     """Which keys each of the T packed tokens attends to."""
 
-    def attend(self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
         """Returns ``[T, H, D]``. `window` is the sliding window of this layer, in tokens, or None."""
 
 
@@ -68,7 +70,9 @@ class ForestLayout:
     def __init__(self, paths: Sequence[Sequence[tuple[int, int]]]):
         self.paths = paths
 
-    def attend(self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
         out = []
         for path in self.paths:
             start, end = path[-1]

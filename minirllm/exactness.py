@@ -1,0 +1,90 @@
+"""The start-up probe: does this machine compute a token's logits to the same bits whatever else is in the forward?
+
+Owns: the choice of determinism level and of `attention.ROW_MULTIPLE`. It measures on the very model that will be used;
+nothing is assumed from the CPU's name. Does not know: the engine, training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minirllm import attention
+
+ROW_MULTIPLES = (4, 8, 16)  # tried in this order; larger ones cost more padding
+PROMPT, BRANCHES = attention.TILE + 21, (9, 1, 2, 5, 14)  # token counts: the prompt crosses a tile edge
+
+Forward = Callable[[torch.Tensor, torch.Tensor, attention.Layout], torch.Tensor]  # (token_T, position_T, layout) -> hidden [T, E]
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [N, E] -> logits [N, V]
+
+
+class _Cached:
+    """Several sequences decoded one token each: keys of the past are kept per layer and per sequence."""
+
+    def __init__(self, sequences: int):
+        self.keys: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(sequences)]
+        self.counts: Sequence[int] = ()  # new tokens of each sequence in this forward
+
+    def attend(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        out, at = [], 0
+        for past, count in zip(self.keys, self.counts, strict=True):
+            k, v = k_KTD[:, at : at + count], v_KTD[:, at : at + count]
+            if layer in past:
+                k, v = torch.cat([past[layer][0], k], 1), torch.cat([past[layer][1], v], 1)
+            past[layer] = (k, v)
+            if count:
+                out.append(attention.attend_span(q_HTD[:, at : at + count], k, v, scaling, window))
+            at += count
+        return torch.cat(out)
+
+
+@torch.no_grad()
+def is_exact(forward: Forward, head: Head, vocab_size: int, device: torch.device) -> bool:
+    """True when one sequence alone, in a shared-prefix forest, and decoded token by token beside others gives equal bits."""
+    generator = torch.Generator().manual_seed(0)
+    prompt, *branches = [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in (PROMPT, *BRANCHES)]
+    alone = []
+    for branch in branches:
+        ids = torch.cat([prompt, branch])
+        alone.append(forward(ids, torch.arange(len(ids), device=device), attention.ForestLayout([[(0, len(ids))]]))[PROMPT:])
+    hidden_NE = torch.cat(alone)
+    logits_NV = head(hidden_NE)
+    if any(not torch.equal(head(hidden_NE[:n]), logits_NV[:n]) for n in range(1, len(hidden_NE))):
+        return False
+
+    spans, at = [], PROMPT
+    for branch in branches:
+        spans.append((at, at + len(branch)))
+        at += len(branch)
+    positions = torch.cat([torch.arange(PROMPT), *[torch.arange(PROMPT, PROMPT + len(b)) for b in branches]]).to(device)
+    layout = attention.ForestLayout([[(0, PROMPT)], *[[(0, PROMPT), span] for span in spans]])
+    forest = forward(torch.cat([prompt, *branches]), positions, layout)
+    if any(not torch.equal(forest[a:b], want) for (a, b), want in zip(spans, alone, strict=True)):
+        return False
+
+    cached = _Cached(len(branches))  # each sequence's prompt in two chunks, then all of them one token at a time
+    for which in range(len(branches)):
+        for chunk in (slice(0, 100), slice(100, PROMPT)):
+            cached.counts = [chunk.stop - chunk.start if i == which else 0 for i in range(len(branches))]
+            forward(prompt[chunk], torch.arange(chunk.start, chunk.stop, device=device), cached)
+    for step in range(max(BRANCHES)):
+        rows = [i for i, branch in enumerate(branches) if step < len(branch)]
+        cached.counts = [int(step < len(branch)) for branch in branches]
+        ids = torch.stack([branches[i][step] for i in rows])
+        hidden = forward(ids, torch.full((len(rows),), PROMPT + step, device=device), cached)
+        if any(not torch.equal(hidden[n], alone[i][step]) for n, i in enumerate(rows)):
+            return False
+    return True
+
+
+def find_row_multiple(forward: Forward, head: Head, vocab_size: int, device: torch.device) -> int | None:
+    """The smallest of `ROW_MULTIPLES` at which the model is exact, set in `attention`; None (and the first one set) if there is none."""
+    for multiple in ROW_MULTIPLES:
+        attention.ROW_MULTIPLE = multiple
+        if is_exact(forward, head, vocab_size, device):
+            return multiple
+    attention.ROW_MULTIPLE = ROW_MULTIPLES[0]
+    return None

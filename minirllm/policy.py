@@ -1,0 +1,272 @@
+"""The one copy of the weights: forward, head, logprobs, adapter, version, and the one thread that runs torch.
+
+Owns: the Hugging Face module, LoRA or full parameters, the device lane, the determinism level. The engine and the trainer
+meet only here. Does not know: text, sessions, slots, losses.
+
+Legend: T packed tokens, N scored tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
+
+from minirllm import attention, exactness
+from minirllm.config import Config
+from minirllm.errors import ConfigError, ModelError
+from minirllm.tree import Forest
+
+Result = TypeVar("Result")
+HEAD_CHUNK = 512  # rows of logits alive at once: 512 x 49,152 x 4 bytes = 100 MB
+
+PROBED_LAYERS = 6  # the longest repeating pattern of layer kinds in use (Gemma 3: five sliding, one full)
+
+
+class _Padded:
+    """The first T rows belong to `layout`; rows that only pad the forward to a row multiple get zeros."""
+
+    def __init__(self, layout: attention.Layout, tokens: int):
+        self.layout, self.tokens = layout, tokens
+
+    def attend(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        T = self.tokens
+        out = self.layout.attend(layer, q_HTD[:, :T], k_KTD[:, :T], v_KTD[:, :T], scaling, window)
+        return F.pad(out, (0, 0, 0, 0, 0, q_HTD.shape[1] - T))
+
+
+class Policy:
+    """A causal language model that the engine samples from and the trainer updates in place."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: Config):
+        """`model` is a transformers causal LM loaded with ``attn_implementation=attention.IMPLEMENTATION``. Raises
+        ModelError for a model this cannot drive, ConfigError for a determinism level the machine does not have."""
+        self.tokenizer, self.config = tokenizer, config
+        self.device = next(model.parameters()).device
+        self.version = 0
+        small = sum(p.numel() for p in model.parameters()) < 20_000_000  # there, waking a second thread costs more than it brings
+        self.threads = config.threads or (1 if small else min(2, os.cpu_count() or 1))
+        self._lane = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", config.max_context))
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.model = self._lane.submit(self._trainable_model, model).result()
+        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        self._decoder, self._head = base.get_decoder(), base.get_output_embeddings()
+        self._softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+        self.vocab_size = int(self._head.weight.shape[0])
+        self._reference = self._lane.submit(self._frozen_copy).result() if config.kl_beta and not config.lora_rank else None
+        self.level = self._lane.submit(self._probe).result()
+
+    # -- the device lane ------------------------------------------------------------------------------------------
+
+    async def run(self, fn: Callable[..., Result], *args: Any) -> Result:
+        """`fn(*args)` on the one thread that may touch torch: grad mode and thread counts are per thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._lane, fn, *args)
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        self._lane.shutdown(wait=True, cancel_futures=True)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    @property
+    def row_multiple(self) -> int:
+        """Every forward and head product has a multiple of this many rows."""
+        return attention.ROW_MULTIPLE
+
+    def hidden(self, token_T: torch.Tensor, position_T: torch.Tensor, layout: attention.Layout) -> torch.Tensor:
+        """One packed forward of the decoder. Returns ``[T, E]``."""
+        T = len(token_T)
+        pad = -T % self.row_multiple
+        return self._decoder(
+            input_ids=F.pad(token_T, (0, pad))[None],
+            position_ids=F.pad(position_T, (0, pad))[None],
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),  # given so that none is built; never read
+            layout=_Padded(layout, T) if pad else layout,
+            use_cache=False,
+        ).last_hidden_state[0, :T]
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """The head, in fp32. Returns ``[N, V]``."""
+        N = hidden_NE.shape[0]
+        padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % self.row_multiple))
+        logits_NV = F.linear(padded_NE.float(), self._head.weight.float(), _float(self._head.bias))[:N]
+        return logits_NV if self._softcap is None else torch.tanh(logits_NV / self._softcap) * self._softcap
+
+    @staticmethod
+    def logprobs(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+        """Log-softmax after temperature, ``[N, V]``: the same operation in the sampler and in the trainer. Temperature 0 reads as 1."""
+        divisor_N = torch.where(temperature_N > 0, temperature_N, torch.ones_like(temperature_N))
+        return F.log_softmax(logits_NV / divisor_N[:, None], -1)
+
+    def score(self, forest: Forest, reference: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, 0 elsewhere.
+
+        The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without gradient."""
+        token_T = torch.from_numpy(forest.token_T).to(self.device)
+        position_T = torch.from_numpy(forest.position_T).to(self.device)
+        at_N = torch.from_numpy(forest.trained_T.nonzero()[0]).to(self.device)
+        parent_N = torch.from_numpy(forest.parent_T).to(self.device)[at_N]
+        temperature_N = torch.from_numpy(forest.temperature_T).to(self.device)[at_N]
+        assert len(at_N) == 0 or int(parent_N.min()) >= 0, "a trained token without a parent cannot be scored"
+        with self.frozen() if reference else _no_change():
+            hidden_TE = self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))
+            pieces = []
+            for a in range(0, len(at_N), HEAD_CHUNK):
+                chunk = slice(a, a + HEAD_CHUNK)
+                args = (hidden_TE[parent_N[chunk]], token_T[at_N[chunk]], temperature_N[chunk])
+                pieces.append(checkpoint(self._score_rows, *args, use_reentrant=False) if torch.is_grad_enabled() else self._score_rows(*args))
+        logprob_T, entropy_T = torch.zeros(len(token_T), device=self.device), torch.zeros(len(token_T), device=self.device)
+        if pieces:
+            logprob_T = logprob_T.index_put((at_N,), torch.cat([p[0] for p in pieces]))
+            entropy_T[at_N] = torch.cat([p[1] for p in pieces])
+        return logprob_T, entropy_T
+
+    def _score_rows(self, hidden_NE: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob_NV = self.logprobs(self.logits(hidden_NE), temperature_N)
+        with torch.no_grad():
+            entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
+        return logprob_NV.gather(1, token_N[:, None])[:, 0], entropy_N
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Name to parameter, in a fixed order."""
+        return {name: p for name, p in sorted(self.model.named_parameters()) if p.requires_grad}
+
+    def weights_sha256(self) -> str:
+        """Of the trainable weights: names, shapes and bytes."""
+        digest = hashlib.sha256()
+        for name, parameter in self.trainable().items():
+            digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """The adapter in peft's form, or the whole model with its tokenizer in transformers' form."""
+        self.model.save_pretrained(folder)
+        if not self.config.lora_rank:
+            self.tokenizer.save_pretrained(folder)
+
+    @torch.no_grad()
+    def load_weights(self, folder: Path) -> None:
+        """What `save` wrote, copied into the live parameters. Raises ModelError when it belongs to another model or rank."""
+        path = folder / ("adapter_model.safetensors" if self.config.lora_rank else "model.safetensors")
+        if not path.is_file():
+            raise ModelError(f"{folder} holds no {path.name}: it was saved with another lora_rank (now {self.config.lora_rank}).")
+        saved = load_file(path)
+        for name, parameter in self.trainable().items():
+            key = name.replace(".default.weight", ".weight")
+            if key not in saved or saved[key].shape != parameter.shape:
+                raise ModelError(f"{path} does not fit this model: {key} is missing or has another shape.")
+            parameter.copy_(saved[key])
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _trainable_model(self, model: Any) -> Any:
+        config = self.config
+        model.eval()  # no dropout, ever: the sampler and the trainer are one function
+        if not config.lora_rank:
+            return model.requires_grad_(True)
+        targets: str | list[str] = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.split(",")
+        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            try:
+                return get_peft_model(model, lora).eval()
+            except ValueError as error:
+                raise ConfigError(f"lora_targets {config.lora_targets!r} does not fit this model: {error}") from None
+
+    def _frozen_copy(self) -> Any:
+        return copy.deepcopy(self._decoder).requires_grad_(False), copy.deepcopy(self._head).requires_grad_(False)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, the forward is that of the model before any training, without gradient."""
+        live = self._decoder, self._head
+        with torch.no_grad():
+            if self.config.lora_rank:
+                with self.model.disable_adapter():
+                    yield
+                return
+            assert self._reference is not None, "a frozen copy is kept only when kl_beta > 0"
+            try:
+                self._decoder, self._head = self._reference
+                yield
+            finally:
+                self._decoder, self._head = live
+
+    @torch.no_grad()
+    def _probe(self) -> str:
+        """The determinism level; and a check that driving decoder and head by hand is what the model itself does."""
+        ids_T = torch.arange(1, 9, device=self.device) % self.vocab_size
+        position_T = torch.arange(8, device=self.device)
+        layout = attention.ForestLayout([[(0, 8)]])
+        try:
+            want_TV = self.model(input_ids=ids_T[None], position_ids=position_T[None], layout=layout, use_cache=False,
+                                 attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)).logits[0]  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ModelError(f"{type(self.model).__name__} does not pass the attention layout to its layers ({error}); use a plain decoder.") from None
+        got_TV = self.logits(self.hidden(ids_T, position_T, layout))
+        if (got_TV - want_TV).abs().max() > (1e-3 if want_TV.dtype == torch.float32 else 0.5):
+            raise ModelError(f"{type(self.model).__name__} does more between decoder and logits than a linear head; it cannot be trained here.")
+        return self._level()
+
+    def _level(self) -> str:
+        wanted = self.config.determinism
+        if wanted == "off":
+            return "off"
+        exact = False
+        if wanted != "fixed" and self.device.type == "cpu" and next(self.model.parameters()).dtype == torch.float32:
+            exact = self._find_row_multiple() is not None
+        if wanted == "exact" and not exact:
+            raise ConfigError("determinism = exact: this machine's arithmetic depends on the batch shape; use determinism = fixed or auto.")
+        return "exact" if exact else "fixed"
+
+    def _find_row_multiple(self) -> int | None:
+        """Probe a few layers (all have the same shapes) with a busy adapter: a fresh one multiplies by zero, which would
+        hide its thin products."""
+        adapter = [p for name, p in self.trainable().items() if ".lora_B." in name]
+        generator = torch.Generator().manual_seed(0)
+        for parameter in adapter:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        layers = self._decoder.layers
+        try:
+            self._decoder.layers = layers[:PROBED_LAYERS]
+            return exactness.find_row_multiple(self.hidden, self.logits, self.vocab_size, self.device)
+        finally:
+            self._decoder.layers = layers
+            for parameter in adapter:
+                parameter.zero_()
+
+
+@contextmanager
+def _no_change() -> Iterator[None]:
+    yield
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every end id that the generation config, the model config and the tokenizer name."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)
