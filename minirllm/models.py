@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -145,7 +146,7 @@ def _from_folder(path: Path, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False, use_safetensors=True
             )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # what transformers raises for files it cannot use
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:  # what transformers raises for files it cannot use
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error) or "custom code" in str(error):
             reason = "it needs code from its own repository, which is never run"

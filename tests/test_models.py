@@ -224,13 +224,17 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         refusals = {"gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound"), "broken": (500, None)}
-        repo = self.path.split("/own/")[1].split("/")[0].split("?")[0]
-        if repo in refusals or "nowhere" in self.path:
+        repo = self.path.split("/own/")[-1].split("/")[0].split("?")[0]
+        if "/own/" not in self.path or repo in refusals or "nowhere" in self.path:
             status, code = refusals.get(repo, (404, "RevisionNotFound"))
             self.answer(status, b"{}", {"X-Error-Code": code} if code else {})
         elif "/resolve/" in self.path:
             data = (self.folder / self.path.rsplit("/", 1)[1]).read_bytes()
             self.answer(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        elif "/tree/" in self.path:
+            sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()} | {"pytorch_model.bin": 9, "modeling.py": 9}
+            files = [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes.items()]
+            self.answer(200, json.dumps(files).encode(), {})
         else:
             names = [*(path.name for path in self.folder.iterdir()), "pytorch_model.bin", "modeling.py"]
             info = {"id": "own/good", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names], "tags": [], "private": False}
@@ -277,7 +281,8 @@ for name in sys.argv[1:]:
 def ask(endpoint: str, home: Path, *names: str, offline: str = "0") -> list:
     """Loads each name in a fresh process that takes `endpoint` for the hub; (name, revision, files) or the sentence."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run([sys.executable, "-c", ASK, *names], env=env, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", ASK, *names], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
