@@ -1,0 +1,172 @@
+"""Evaluate: n rollouts of each task, pass@1 to pass@n, what could not be graded, and how sure the numbers are.
+
+Owns: the estimators, the result, its files. Does not know: how a rollout is run, models, torch.
+
+Every attempted rollout is in the denominator of pass@k: one that errored, timed out or could not be graded did not pass.
+Those are also counted apart by reason. The mean reward is over graded rollouts only, every task weighing the same.
+
+Intervals are 95 %. pass@1: Wilson's score interval (Wilson 1927) at the effective sample size ``p (1 - p) / var(p)``, where
+var(p) is the variance of the mean over tasks, since rollouts of one task are alike (all tasks at 0, or all at 1: the number
+of tasks). Mean reward: normal, over task means. With one task, both are over its rollouts and speak of that task only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minirllm.errors import UserError
+from minirllm.rollouts import Job, Runner
+from minirllm.types import Episode, Task, TerminationReason
+
+Z = 1.959964  # 97.5 % point of the normal distribution
+ERRORS = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT, TerminationReason.NO_CALLS})
+
+
+@dataclass
+class EvalResult:
+    """What an evaluation found. `pass_at` maps k to pass@k; `errors` and `ungraded` map a termination reason to a count."""
+
+    tasks: int
+    rollouts: int  # per task
+    graded: int  # of tasks x rollouts
+    pass_at: dict[int, float]
+    pass_at_1_interval: tuple[float, float]
+    reward_mean: float | None
+    reward_interval: tuple[float, float] | None
+    errors: dict[str, int] = field(default_factory=dict)  # the agent failed
+    ungraded: dict[str, int] = field(default_factory=dict)  # the agent ended, the evaluator gave no reward
+    signals: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    episodes: list[Episode] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the episodes."""
+        return {name: value for name, value in vars(self).items() if name != "episodes"}
+
+    def __str__(self) -> str:
+        low, high = self.pass_at_1_interval
+        parts = [f"pass@1 {self.pass_at[1]:.3f} [{low:.3f}, {high:.3f}]"]
+        parts += [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items() if k > 1 and (k & (k - 1) == 0 or k == self.rollouts)]
+        if self.reward_mean is not None and self.reward_interval is not None:
+            parts.append(f"mean reward {self.reward_mean:.3f} [{self.reward_interval[0]:.3f}, {self.reward_interval[1]:.3f}]")
+        parts.append(f"{self.tasks} tasks x {self.rollouts}, {self.graded} graded")
+        parts += [f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()]
+        return ", ".join(parts)
+
+
+async def evaluate(
+    runner: Runner,
+    tasks: Sequence[Task],
+    n: int = 1,
+    *,
+    step: int = 0,
+    folder: Path | None = None,
+    on_done: Callable[[Episode], None] | None = None,
+) -> EvalResult:
+    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` (one rollout a line) and ``summary.json``."""
+    if n < 1 or not tasks:
+        raise UserError(f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts.")
+    jobs = [Job(task, index, step, True) for task in tasks for index in range(n)]
+    episodes = await runner.run_many(jobs, on_done)
+    result = summarise(episodes, n, runner.config.seed)
+    if folder is not None:
+        await asyncio.to_thread(write, folder, result)
+    return result
+
+
+def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
+    """The result of episodes that come as `n` rollouts of the first task, then `n` of the next, and so on."""
+    assert len(episodes) % n == 0 and episodes, f"{len(episodes)} episodes are not {n} for each task"
+    groups = [episodes[i : i + n] for i in range(0, len(episodes), n)]
+    graded = [e for e in episodes if e.reward is not None]
+    passed = [sum(e.is_correct and e.reward is not None for e in group) for group in groups]
+    rewards = [[float(e.reward) for e in group if e.reward is not None] for group in groups]
+    means = [sum(r) / len(r) for r in rewards if r]
+    values = means if len(groups) > 1 else [x for r in rewards for x in r]
+    without = [e for e in episodes if e.reward is None]
+    signals: dict[str, list[float]] = {}
+    for episode in graded:
+        for name, value in episode.signals.items():
+            signals.setdefault(name, []).append(value)
+    return EvalResult(
+        tasks=len(groups),
+        rollouts=n,
+        graded=len(graded),
+        pass_at={k: sum(pass_at_k(n, c, k) for c in passed) / len(groups) for k in range(1, n + 1)},
+        pass_at_1_interval=wilson([c / n for c in passed], n),
+        reward_mean=sum(values) / len(values) if graded else None,
+        reward_interval=normal(values) if graded else None,
+        errors=_count(e for e in without if e.termination_reason in ERRORS),
+        ungraded=_count(e for e in without if e.termination_reason not in ERRORS),
+        signals={name: sum(v) / len(v) for name, v in sorted(signals.items())},
+        seed=seed,
+        episodes=list(episodes),
+    )
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n rollouts, drawn without replacement, hold one of the c that passed (Chen et al. 2021, arXiv:2107.03374)."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def wilson(rates: Sequence[float], n: int) -> tuple[float, float]:
+    """95 % interval of the mean of the tasks' pass rates, each from `n` rollouts; see the module's docstring."""
+    tasks = len(rates)
+    p = sum(rates) / tasks
+    size = float(n if tasks == 1 else tasks)
+    if tasks > 1 and 0.0 < p < 1.0:
+        variance = sum((rate - p) ** 2 for rate in rates) / (tasks - 1) / tasks
+        size = min(p * (1 - p) / variance, float(tasks * n)) if variance > 0 else float(tasks * n)
+    centre = (p + Z * Z / (2 * size)) / (1 + Z * Z / size)
+    half = Z / (1 + Z * Z / size) * math.sqrt(p * (1 - p) / size + Z * Z / (4 * size * size))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean; the point itself when there is a single value."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, mean
+    half = Z * math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return mean - half, mean + half
+
+
+def write(folder: Path, result: EvalResult) -> None:
+    """``items.jsonl`` and ``summary.json`` in `folder`. Raises UserError when they cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(item(episode), default=str) + "\n" for episode in result.episodes)
+        (folder / "items.jsonl").write_text(lines, encoding="utf-8")
+        (folder / "summary.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write the evaluation to {folder}: {error.strerror}.") from error
+
+
+def item(episode: Episode) -> dict[str, Any]:
+    """One line of ``items.jsonl``: enough to find, repeat and judge the rollout."""
+    return {
+        "task_id": episode.task_id,
+        "rollout_idx": episode.rollout_idx,
+        "attempt": episode.attempt,
+        "seed": episode.metadata.get("seed"),
+        "reward": episode.reward,
+        "is_correct": episode.is_correct,
+        "termination_reason": episode.termination_reason.value,
+        "reason": episode.reason,
+        "answer": episode.answer,
+        "signals": episode.signals,
+        "metrics": episode.metrics,
+        "session_id": episode.session_id,
+    }
+
+
+def _count(episodes: Any) -> dict[str, int]:
+    return dict(sorted(Counter(episode.termination_reason.value for episode in episodes).items()))
+

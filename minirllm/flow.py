@@ -1,0 +1,345 @@
+"""What a user writes, made into what the runner runs: the decorators, the accepted return types, the task file.
+
+Owns: `@rollout`, `@evaluator`, `as_episode` and `verdict` (what their functions may return), `load_task` (finding a task
+file and checking that it is whole). Does not know: models, HTTP, how an episode is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, overload
+
+from minirllm.config import FIELDS, Config, nearest
+from minirllm.errors import GradingError, TaskError
+from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task, TerminationReason, Trajectory
+
+TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered under this name
+DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task.metadata`
+CHECKOUT = Path(__file__).resolve().parent.parent / "tasks"
+
+
+class AgentFlow:
+    """An agent: ``fn(task, config)``, sync or async. Calling it calls the function."""
+
+    def __init__(self, fn: Callable[..., Any], name: str):
+        functools.update_wrapper(self, fn)
+        self.fn, self.name, self.is_async = fn, name, _is_async(fn)
+
+    def __call__(self, task: Task, config: AgentConfig) -> Any:
+        return self.fn(task, config)
+
+
+class Evaluator:
+    """A grader: ``fn(task, episode)``, sync or async. `timeout` (seconds) limits one grading, besides the episode's deadline."""
+
+    def __init__(self, fn: Callable[..., Any], name: str, timeout: float | None = None):
+        functools.update_wrapper(self, fn)
+        self.fn, self.name, self.timeout, self.is_async = fn, name, timeout, _is_async(fn)
+        self.takes_dict = _takes_dict(fn)
+        self.home: str = fn.__module__  # the module a grader process imports to find this object
+
+    def __call__(self, task: Task, episode: Episode) -> Any:
+        return self.fn(task.metadata if self.takes_dict and isinstance(task, Task) else task, episode)
+
+
+@overload
+def rollout(fn: Callable[..., Any], *, name: str | None = None, register: str | None = None) -> AgentFlow: ...
+@overload
+def rollout(*, name: str | None = None, register: str | None = None) -> Callable[[Callable[..., Any]], AgentFlow]: ...
+def rollout(fn: Any = None, *, name: str | None = None, register: str | None = None) -> Any:
+    """Make an agent of ``fn(task, config)``, or of an object with ``arun`` or ``run(task, config)``.
+
+    It may return None, a string (the answer), a Trajectory, a list of Trajectory, or an Episode. `register` is accepted
+    for rLLM's sake and means the same as `name`.
+    """
+    if fn is None:
+        return functools.partial(rollout, name=name, register=register)
+    if isinstance(fn, AgentFlow):
+        return fn if name is None else AgentFlow(fn.fn, name)
+    method = _callable(fn, ("arun", "run"), "an agent", "run(task, config)")
+    return AgentFlow(method, name or register or _name(fn))
+
+
+@overload
+def evaluator(
+    fn: Callable[..., Any], *, name: str | None = None, register: str | None = None, timeout: float | None = None
+) -> Evaluator: ...
+@overload
+def evaluator(
+    *, name: str | None = None, register: str | None = None, timeout: float | None = None
+) -> Callable[[Callable[..., Any]], Evaluator]: ...
+def evaluator(fn: Any = None, *, name: str | None = None, register: str | None = None, timeout: float | None = None) -> Any:
+    """Make a grader of ``fn(task, episode)``, or of an object with ``evaluate(task, episode)``.
+
+    It returns an EvalOutput, a number, a bool, or (number, bool). A number alone is correct from 1.0 up. The first
+    parameter gets the task; only when it is annotated ``dict`` or named ``task_data`` or ``task_info`` it gets
+    ``task.metadata``. Sync graders run in a child process that is killed at the deadline.
+    """
+    if fn is None:
+        return functools.partial(evaluator, name=name, register=register, timeout=timeout)
+    if isinstance(fn, Evaluator):
+        return fn if name is None and timeout is None else Evaluator(fn.fn, name or fn.name, timeout or fn.timeout)
+    method = _callable(fn, ("evaluate",), "an evaluator", "evaluate(task, episode)")
+    return Evaluator(method, name or register or _name(fn), timeout)
+
+
+def _callable(obj: Any, methods: tuple[str, ...], what: str, signature: str) -> Callable[..., Any]:
+    for method in methods:
+        if not inspect.isroutine(obj) and not inspect.isclass(obj) and callable(getattr(obj, method, None)):
+            return getattr(obj, method)
+    if not callable(obj) or inspect.isclass(obj):
+        hint = ", an instance and not the class" if inspect.isclass(obj) else ""
+        raise TaskError(f"{what.capitalize()} is a function or an object with {signature}{hint}, got {obj!r}.")
+    return obj
+
+
+def _name(obj: Any) -> str:
+    return getattr(obj, "__name__", None) or type(obj).__name__
+
+
+def _is_async(fn: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _takes_dict(fn: Callable[..., Any]) -> bool:
+    first = next(iter(inspect.signature(fn).parameters.values()), None)
+    if first is None:
+        raise TaskError(f"Evaluator {_name(fn)!r} takes no arguments; it must take (task, episode).")
+    kind = first.annotation
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    return first.name in DICT_NAMES or name.partition("[")[0] in ("dict", "Dict", "typing.Dict")
+
+
+def as_episode(result: Any) -> Episode:
+    """What an agent returned, as an Episode with at least one trajectory. Raises TypeError naming any other type."""
+    if isinstance(result, Episode):
+        episode = result
+    elif isinstance(result, Trajectory):
+        episode = Episode(trajectories=[result])
+    elif isinstance(result, list):
+        episode = Episode(trajectories=result)
+    elif isinstance(result, str):
+        episode = Episode(trajectories=[Trajectory(output=result)], artifacts={"answer": result})
+    elif result is None:
+        episode = Episode()
+    else:
+        raise TypeError(f"an agent returns None, str, Trajectory, list[Trajectory] or Episode, not {type(result).__name__}")
+    for trajectory in episode.trajectories:
+        if not isinstance(trajectory, Trajectory):
+            raise TypeError(f"trajectories are Trajectory objects, got {type(trajectory).__name__}")
+    episode.trajectories = list(episode.trajectories) or [Trajectory()]
+    if episode.termination_reason is TerminationReason.UNKNOWN:
+        episode.termination_reason = TerminationReason.ENV_DONE
+    return episode
+
+
+def verdict(value: Any) -> EvalOutput:
+    """What an evaluator returned, as a checked EvalOutput. Raises GradingError with a sentence for anything else."""
+    if value is None:
+        return EvalOutput(reward=None, reason="evaluator returned None")
+    if isinstance(value, EvalOutput):
+        reward = None if value.reward is None else _finite(value.reward, "reward")
+        signals = [Signal(s.name, _finite(s.value, f"signal {s.name!r}"), s.metadata) for s in value.signals]
+        reason = value.reason or ("evaluator gave no reward and no reason" if reward is None else "")
+        return EvalOutput(reward, bool(value.is_correct), signals, value.metadata, reason)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], bool | int):
+        return EvalOutput(_finite(value[0], "reward"), bool(value[1]))
+    reward = _finite(value, "reward")
+    return EvalOutput(reward, reward >= 1.0)
+
+
+def _finite(value: Any, what: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise GradingError(f"evaluator must return EvalOutput, a number, a bool or (number, bool): {what} is {value!r}")
+    if not math.isfinite(value):
+        raise GradingError(f"evaluator must return a finite {what}, got {float(value)}")
+    return float(value)
+
+
+def one_line(error: BaseException, path: Path | str | None = None) -> str:
+    """``Type: message (file line n)``; the line is the innermost one in `path` when the error passed through it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name} line {error.lineno})"
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.StackSummary.from_list([f for f in frames if path and f.filename == str(path)] or frames)
+    return f"{text[:500]} ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else text[:500]
+
+
+def check_tasks(tasks: Any, where: str) -> list[Task]:
+    """`tasks` as a list. Raises TaskError when it is empty, holds something else, or repeats an id."""
+    if not isinstance(tasks, Iterable) or isinstance(tasks, str | bytes | dict):
+        raise TaskError(f"{where} must give a list of Task, got {type(tasks).__name__}.")
+    seen: dict[str, int] = {}
+    checked = []
+    for index, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TaskError(f"{where} must give Task objects, but item {index} is {type(task).__name__}.")
+        if not isinstance(task.id, str) or not task.id:
+            raise TaskError(f"{where}: item {index} has the id {task.id!r}; an id is a non-empty string.")
+        if task.id in seen:
+            raise TaskError(f"{where}: items {seen[task.id]} and {index} have the same id {task.id!r}; ids must be unique.")
+        seen[task.id] = index
+        checked.append(task)
+    if not checked:
+        raise TaskError(f"{where} gave no tasks; there is nothing to run.")
+    return checked
+
+
+@dataclass(frozen=True)
+class TaskModule:
+    """A whole task: an agent, a grader and two sets of problems. `defaults` are config values below the user's own."""
+
+    name: str
+    flow: AgentFlow
+    evaluator: Evaluator
+    make_train: Callable[[Config], Iterable[Task]]
+    make_held_out: Callable[[Config], Iterable[Task]]
+    path: Path | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
+    data_revision: str = ""
+
+    def train(self, config: Config) -> list[Task]:
+        """The training tasks, checked."""
+        return check_tasks(self.make_train(config), f"train(config) of task {self.name}")
+
+    def held_out(self, config: Config) -> list[Task]:
+        """The tasks kept apart for evaluation, checked."""
+        return check_tasks(self.make_held_out(config), f"held_out(config) of task {self.name}")
+
+
+def load_task(source: str | Path) -> TaskModule:
+    """A task from a file path, an installed name, ``package.module``, or ``package.module:attr``.
+
+    Raises TaskError saying what is missing and where, or the line on which the file failed.
+    """
+    text = str(source)
+    if isinstance(source, Path) or text.endswith(".py") or Path(text).is_file():
+        module = import_path(Path(text))
+        return _task_module(Path(text).stem, vars(module), module)
+    module_name, colon, attribute = text.partition(":")
+    if not colon and (found := _find_name(text)) is not None:
+        return found
+    if not colon and "." not in text:
+        names = task_names()
+        raise TaskError(
+            f"There is no task {text!r}{nearest(text, names)}: give one of {', '.join(names)}, or a path that ends in .py."
+        )
+    with _as_task_error(module_name):
+        module = importlib.import_module(module_name)
+    if not colon:
+        return _task_module(module_name.rpartition(".")[2], vars(module), module)
+    if not hasattr(module, attribute):
+        raise TaskError(f"Module {module_name} has no {attribute!r}{nearest(attribute, dir(module))}.")
+    return _from_object(attribute, getattr(module, attribute))
+
+
+def task_names() -> list[str]:
+    """Tasks that can be given by name: those shipped, and those that installed packages add."""
+    folders = [CHECKOUT] + [Path(p) for p in getattr(_shipped(), "submodule_search_locations", None) or []]
+    files = {p.stem for folder in folders for p in folder.glob("*.py") if not p.stem.startswith("_")}
+    return sorted(files | {entry.name for entry in importlib.metadata.entry_points(group="minirllm.tasks")})
+
+
+def import_path(path: Path) -> ModuleType:
+    """Run the file at `path` as a module. Its folder is importable, so that it can use its neighbours."""
+    path = path.resolve()
+    if not path.is_file():
+        raise TaskError(f"There is no task file {path}.")
+    name = f"{TASK_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"Task file {path} is not a Python file: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    with _as_task_error(str(path), path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _as_task_error(where: str, path: Path | None = None) -> Iterator[None]:
+    try:
+        yield
+    except TaskError:
+        raise
+    except Exception as error:  # the user's file may raise anything at all
+        raise TaskError(f"Task {where} cannot be loaded: {one_line(error, path)}.") from error
+
+
+def _shipped() -> Any:
+    try:
+        return importlib.util.find_spec("minirllm.tasks")
+    except ModuleNotFoundError:
+        return None
+
+
+def _find_name(name: str) -> TaskModule | None:
+    if name.isidentifier() and _shipped() is not None and importlib.util.find_spec(f"minirllm.tasks.{name}") is not None:
+        with _as_task_error(name):
+            module = importlib.import_module(f"minirllm.tasks.{name}")
+        return _task_module(name, vars(module), module)
+    if name.isidentifier() and (CHECKOUT / f"{name}.py").is_file():
+        module = import_path(CHECKOUT / f"{name}.py")
+        return _task_module(name, vars(module), module)
+    for entry in importlib.metadata.entry_points(group="minirllm.tasks", name=name):
+        with _as_task_error(f"{name} of {entry.value}"):
+            loaded = entry.load()
+        return _from_object(name, loaded)
+    return None
+
+
+def _from_object(name: str, obj: Any) -> TaskModule:
+    if isinstance(obj, TaskModule):
+        return obj
+    members = {key: getattr(obj, key) for key in dir(obj) if not key.startswith("__")}
+    return _task_module(name, members, obj if isinstance(obj, ModuleType) else None)
+
+
+def _task_module(name: str, members: dict[str, Any], module: ModuleType | None) -> TaskModule:
+    path = Path(module.__file__) if module is not None and module.__file__ else None
+    where = f"Task {name}" + (f" ({path})" if path else "")
+    defaults = members.get("DEFAULTS", {})
+    if not isinstance(defaults, dict):
+        raise TaskError(f"{where}: DEFAULTS must be a dict of config values, got {type(defaults).__name__}.")
+    for key in defaults:
+        if key not in FIELDS:
+            raise TaskError(f"{where}: DEFAULTS has an unknown option {key!r}{nearest(str(key), list(FIELDS))}.")
+    flow = _only(AgentFlow, "@rollout", "an agent", members, where)
+    grader = _only(Evaluator, "@evaluator", "a grader", members, where)
+    grader.home = module.__name__ if module is not None else grader.home
+    for function in ("train", "held_out"):
+        if not callable(members.get(function)):
+            raise TaskError(f"{where} does not define {function}(config); it must return a list of Task.")
+    revision = str(members.get("DATA_REVISION", ""))
+    return TaskModule(name, flow, grader, members["train"], members["held_out"], path, dict(defaults), revision)
+
+
+def _only(kind: type, decorator: str, what: str, members: dict[str, Any], where: str) -> Any:
+    """The one decorated object; of several, the one defined in this module rather than imported into it."""
+    found = {id(value): (key, value) for key, value in members.items() if isinstance(value, kind)}
+    if len(found) > 1:
+        own = {i: pair for i, pair in found.items() if pair[1].fn.__module__ == members.get("__name__")}
+        found = own or found
+    if not found:
+        raise TaskError(f"{where} has no function decorated with {decorator}; it needs {what}.")
+    if len(found) > 1:
+        names = ", ".join(key for key, _ in found.values())
+        raise TaskError(f"{where} has several functions decorated with {decorator} ({names}); keep one.")
+    return next(iter(found.values()))[1]

@@ -1,0 +1,325 @@
+"""Run agents: one session, one deadline and one verdict per rollout; whatever goes wrong becomes data.
+
+Owns: the life of an episode (open a session, run the agent, join its steps to the captured calls, grade, retry), bounded
+concurrency. Does not know: HTTP, tokens, torch, what rewards are used for.
+
+One deadline covers an episode: all attempts, agent and grader. An attempt that failed in the agent (it raised, returned a
+wrong type, never called the model) is retried under a fresh session, key and seed; one that ran out of time or could not
+be graded is not. An episode without a reward always says why in `reason`.
+
+Sync agents run in a thread each. A thread cannot be stopped: at the deadline it is left behind, its session is closed and
+its further calls are refused. Sync evaluators run in killable processes when they can be imported there (see
+`rewards.process`), else in a thread; async ones on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import hashlib
+import inspect
+import re
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from minirllm.config import Config
+from minirllm.errors import GradingError, GradingTimeout
+from minirllm.flow import AgentFlow, Evaluator, as_episode, one_line, verdict
+from minirllm.rewards.process import Graders, reference
+from minirllm.session import Session, Sessions
+from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
+
+RETRIED = frozenset({TerminationReason.ERROR, TerminationReason.NO_CALLS})
+GRACE = 1.0  # seconds a cancelled agent has to clean up before it is left behind
+
+
+class Job(NamedTuple):
+    """One rollout to run."""
+
+    task: Task
+    rollout_idx: int = 0
+    step: int = 0
+    validation: bool = False
+
+
+class Deadline:
+    """A moment on the monotonic clock, `seconds` from now."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.at = seconds, time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.at - time.monotonic())
+
+
+class Runner:
+    """Runs one agent against one endpoint. `close` ends its grader processes."""
+
+    def __init__(self, sessions: Sessions, base_url: str, flow: AgentFlow, evaluator: Evaluator, config: Config):
+        self.sessions, self.base_url, self.config = sessions, base_url.rstrip("/").removesuffix("/v1"), config
+        self.flow, self.evaluator = flow, evaluator
+        where = None if evaluator.is_async else reference(evaluator)
+        self.graders = Graders(where) if where else None
+        self.slots = asyncio.Semaphore(config.concurrency)
+        self.in_flight = 0
+
+    async def close(self) -> None:
+        """End the grader processes."""
+        if self.graders is not None:
+            await self.graders.close()
+
+    async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None) -> list[Episode]:
+        """The episodes in the order of `jobs`; `on_done` is called as each ends. An error it raises ends the rest."""
+
+        async def one(job: Job) -> Episode:
+            async with self.slots:
+                episode = await self.run(job.task, job.rollout_idx, job.step, validation=job.validation)
+            if on_done is not None:
+                on_done(episode)
+            return episode
+
+        tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def run(self, task: Task, rollout_idx: int = 0, step: int = 0, *, validation: bool = False) -> Episode:
+        """One graded episode. Raises nothing but cancellation: what fails is in `termination_reason` and `reason`."""
+        deadline = Deadline(self.config.episode_timeout)
+        self.in_flight += 1
+        try:
+            for attempt in range(self.config.retries + 1):
+                episode = await self._attempt(Job(task, rollout_idx, step, validation), attempt, deadline)
+                if episode.termination_reason not in RETRIED or not deadline.remaining():
+                    break
+            return episode
+        finally:
+            self.in_flight -= 1
+
+    async def _attempt(self, job: Job, attempt: int, deadline: Deadline) -> Episode:
+        began = time.monotonic()
+        session, seed_parts = self._open(job, attempt)
+        agent_config = self._agent_config(job, session, deadline)
+        try:
+            episode = await self._agent(job.task, agent_config, deadline)
+            _identify(episode, job, attempt, session)
+            episode.metadata |= {"step": job.step, "validation": job.validation, "seed": list(seed_parts)}
+            if episode.reason:  # failed, yet what it had done can be read
+                episode.trajectories[0].steps = list(session.steps)
+            else:
+                _join(episode, session.steps)
+        finally:
+            self.sessions.close(session.id)  # late calls of a thread left behind are refused
+        episode.tree = session.tree
+        if not episode.reason:
+            await self._grade(job.task, episode, deadline)
+        _measure(episode, session, time.monotonic() - began)
+        return episode
+
+    def _open(self, job: Job, attempt: int) -> tuple[Session, tuple[str | int, ...]]:
+        """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step.
+
+        Evaluations before and after an update share their noise, so that their difference is not noise.
+        """
+        split = "eval" if job.validation else "train"
+        seed_parts = (self.config.seed, split, 0 if job.validation else job.step, job.task.id, job.rollout_idx, attempt)
+        session = self.sessions.create(
+            f"{split}{job.step}:{_slug(job.task.id)}:{job.rollout_idx}:{attempt}",
+            key=secrets.token_urlsafe(24),
+            seed_parts=seed_parts,
+            enforced=None if job.validation else SamplingParams(temperature=self.config.temperature),
+        )
+        return session, seed_parts
+
+    def _agent_config(self, job: Job, session: Session, deadline: Deadline) -> AgentConfig:
+        return AgentConfig(
+            base_url=f"{self.base_url}/sessions/{quote(session.id, safe='')}/v1",
+            model=session.model,
+            api_key=session.key,
+            session_uid=session.id,
+            metadata={"timeout": deadline.remaining(), "rollout_idx": job.rollout_idx, "step": job.step},
+            is_validation=job.validation,
+        )
+
+    async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline) -> Episode:
+        """What the agent returned, or why it did not. The one place where an agent's failure becomes data."""
+
+        async def work() -> Episode:
+            try:
+                result = self.flow(task, config) if self.flow.is_async else await _in_thread(self.flow, task, config)
+                return as_episode(await result if inspect.isawaitable(result) else result)
+            except (Exception, SystemExit) as error:
+                reason = "agent failed: " + one_line(error, _file(self.flow.fn))
+                return Episode(trajectories=[Trajectory()], termination_reason=TerminationReason.ERROR, reason=reason)
+
+        try:
+            return await _within(work(), deadline.remaining())
+        except TimeoutError:
+            reason = f"agent did not end within {deadline.seconds:.3g} s"
+            return Episode(trajectories=[Trajectory()], termination_reason=TerminationReason.TIMEOUT, reason=reason)
+
+    async def _grade(self, task: Task, episode: Episode, deadline: Deadline) -> None:
+        """Fills in the verdict, or why there is none."""
+        try:
+            output = await self._verdict(task, episode, deadline)
+        except GradingError as error:
+            timed_out = isinstance(error, GradingTimeout)
+            episode.termination_reason = TerminationReason.GRADING_TIMEOUT if timed_out else TerminationReason.GRADING_ERROR
+            episode.reason = str(error)
+            return
+        episode.reward, episode.is_correct = output.reward, output.is_correct and output.reward is not None
+        episode.signals |= {signal.name: signal.value for signal in output.signals}
+        episode.metadata |= {"evaluator": output.metadata} if output.metadata else {}
+        if output.reward is None:
+            episode.termination_reason, episode.reason = TerminationReason.GRADING_ERROR, output.reason
+            return
+        for trajectory in episode.trajectories:
+            trajectory.reward = output.reward if trajectory.reward is None else float(trajectory.reward)
+
+    async def _verdict(self, task: Task, episode: Episode, deadline: Deadline) -> EvalOutput:
+        if self.graders is not None:
+            return await self.graders.grade(task, episode, deadline.remaining(), self.evaluator.timeout)
+        limit = min(deadline.remaining(), self.evaluator.timeout or deadline.seconds)
+        grader = self.evaluator
+
+        async def work() -> EvalOutput:
+            try:
+                value = grader(task, episode) if grader.is_async else await _in_thread(grader, task, episode)
+                return verdict(await value if inspect.isawaitable(value) else value)
+            except GradingError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise GradingError("evaluator failed: " + one_line(error, _file(grader.fn))) from error
+
+        try:
+            return await _within(work(), limit)
+        except TimeoutError:
+            raise GradingTimeout(f"evaluator did not end within {limit:.3g} s") from None
+
+
+def _slug(task_id: str) -> str:
+    """The id itself where it can stand in any URL, else its harmless part and a hash of the whole."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", task_id)[:48]
+    return safe if safe == task_id else f"{safe}~{hashlib.sha256(task_id.encode()).hexdigest()[:12]}"
+
+
+def _file(fn: Callable[..., Any]) -> str | None:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return code.co_filename if code is not None else None
+
+
+async def _within(work: Any, seconds: float) -> Any:
+    """The result of the coroutine `work`. Raises TimeoutError after `seconds`, even when it does not react to being cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if done:
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE)
+    raise TimeoutError
+
+
+def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+    """Call `fn` in a thread of its own. A daemon, not a pool's: one that hangs must hold no slot and not stop the exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # cancelled at the deadline
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = fn(*args)
+        except (Exception, SystemExit) as error:  # carried to the loop, where it is raised again
+            failure = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="agent", daemon=True).start()
+    return future
+
+
+def _identify(episode: Episode, job: Job, attempt: int, session: Session) -> None:
+    episode.id = f"{job.task.id}:{job.rollout_idx}"
+    episode.task, episode.task_id = job.task, job.task.id
+    episode.rollout_idx, episode.attempt, episode.session_id = job.rollout_idx, attempt, session.id
+    episode.reward, episode.is_correct = None, False  # an evaluator's to say
+
+
+def _join(episode: Episode, captured: Sequence[Step]) -> None:
+    """Fill the agent's steps from the captured calls, by call id. On a mistake sets `reason`.
+
+    A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward ...)
+    in call order. Token ids never depend on this order.
+    """
+    if not captured:
+        _fail(episode, TerminationReason.NO_CALLS, "the agent never called the model at config.base_url: there is nothing to learn from")
+        return
+    calls = {step.id: step for step in captured}
+    first = episode.trajectories[0]
+    if len(episode.trajectories) == 1 and not any(step.id for step in first.steps):
+        if first.steps and len(first.steps) != len(captured):
+            counts = f"{len(first.steps)} steps without ids for {len(captured)} model calls"
+            _fail(episode, TerminationReason.ERROR, f"the agent returned {counts}: give each Step(id=response.id), or no steps")
+            return
+        labels = first.steps or [Step() for _ in captured]
+        first.steps = [_fill(label, step) for label, step in zip(labels, captured, strict=True)]
+        return
+    for trajectory in episode.trajectories:
+        if not trajectory.steps:
+            hint = "with several trajectories each needs its steps, as Step(id=response.id)"
+            _fail(episode, TerminationReason.ERROR, f"trajectory {trajectory.name!r} has no steps: {hint}")
+            return
+        for index, label in enumerate(trajectory.steps):
+            call = calls.pop(_call_id(label.id), None)
+            if call is None:
+                why = "is claimed twice" if any(label.id and _call_id(label.id) == s.id for s in captured) else "is no call of this session"
+                _fail(episode, TerminationReason.ERROR, f"step {index} of trajectory {trajectory.name!r}: id {label.id!r} {why}; give Step(id=response.id)")
+                return
+            trajectory.steps[index] = _fill(label, call)
+    episode.metrics["unclaimed_calls"] = float(len(calls))
+
+
+def _fail(episode: Episode, why: TerminationReason, reason: str) -> None:
+    episode.termination_reason, episode.reason = why, reason
+
+
+def _call_id(response_id: str) -> str:
+    """The call id in a response's id: dialects put a prefix before it."""
+    return response_id.rpartition("-")[2]
+
+
+def _fill(label: Step, call: Step) -> Step:
+    """The captured call with what the agent said about it."""
+    call.input, call.output, call.action = label.input, label.output, label.action
+    call.reward, call.done, call.metadata = label.reward, label.done, {**call.metadata, **label.metadata}
+    return call
+
+
+def _measure(episode: Episode, session: Session, seconds: float) -> None:
+    steps = session.steps
+    episode.metrics |= {
+        "turns": float(len(steps)),
+        "prompt_tokens": float(sum(step.prompt_length for step in steps)),
+        "response_tokens": float(sum(step.response_length for step in steps)),
+        "seconds": seconds,
+        **{name: float(count) for name, count in session.counters.items()},
+    }
