@@ -161,6 +161,7 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
         parts.append(f"reward {_show(row, 'reward_mean', '.3f')} ± {_show(row, 'reward_std', '.2f')}")
     if row.get("eval_reward") is not None:
         parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} [{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]")
+        parts += _counts(row, {"eval_without_reward": "held-out without reward"})
     if row.get("groups") is not None:
         counts = [f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups", *_counts(row, UNIFORM), *_counts(row, TROUBLE)]
         parts.append(", ".join(counts))
@@ -315,13 +316,13 @@ def _lock(folder: Path) -> TextIO:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """``{dotted name: [old, new]}`` of the leaves that differ, but for those of no effect on a run's bits."""
+    """``{dotted name: [old, new]}`` of the leaves that differ, but for when and where."""
     changed: dict[str, list[Any]] = {}
     for name in [*new, *(name for name in old if name not in new)]:
         before, after = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
             changed.update(_changes(before, after, f"{prefix}{name}."))
-        elif before != after and name not in ("time", "resumed"):
+        elif before != after and prefix + name not in ("time", "resumed", "config.run", "config.runs_dir"):
             changed[prefix + name] = [before, after]
     return changed
 
