@@ -1,0 +1,255 @@
+"""Messages <-> tokens: rendering a conversation, continuing it behind sampled tokens, reading a sampled turn back.
+
+Owns: `Renderer`, `Stream`: everything about chat text that needs token ids: special tokens, splicing, stop strings.
+Does not know: engines, HTTP; how a template writes (template) and how calls are spelled (tool_syntax).
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from minirllm.errors import RequestError, UserError
+from minirllm.template import ChatTemplate
+from minirllm.tool_syntax import SYNTAXES, THINK_CLOSE, THINK_OPEN, Tools, TurnReader, same_call
+from minirllm.types import Delta, Message, StopCheck
+
+# Templates write or leave out this beginning of a turn depending on what follows; the sampled turn has its own.
+_THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*({THINK_CLOSE}\s*)?$")
+_INCOMPLETE = "\ufffd"  # how `decode` shows the first bytes of a character whose rest has not come yet
+
+
+class Renderer:
+    """What a session needs to speak messages to a model that speaks tokens.
+
+    `history`: "keep" leaves past assistant turns as they were sampled; "rerender" lets the template rewrite them, and
+    `extend` succeeds only where it did not. `eos_ids`: the end-of-sequence ids of the model's generation config.
+    `template` overrides the tokenizer's; `today` is the date given to templates that write one.
+
+    Raises ModelError when there is no usable chat template.
+    """
+
+    eos_ids: frozenset[int]  # the given ones, the tokenizer's, and the template's ends of an assistant turn
+    hidden_ids: frozenset[int]  # special tokens that are no part of an answer's text
+    template_hash: str  # sha256
+    tool_syntax: str  # key of `tool_syntax.SYNTAXES`
+    native_tools: bool  # False: tools are described in the system prompt, because the template cannot
+    date: str  # ISO date that the template writes, or ""
+    notes: tuple[str, ...]  # what is done in the template's place, one sentence each; for the run's manifest
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        history: str = "keep",
+        eos_ids: Sequence[int] = (),
+        *,
+        template: str | None = None,
+        today: datetime.date | None = None,
+    ):
+        if history not in ("keep", "rerender"):
+            raise UserError(f"history is {history!r}: set it to 'keep' or 'rerender'.")
+        self.tokenizer = tokenizer
+        self.history = history
+        self._template = ChatTemplate(tokenizer, template, today)
+        self.template_hash, self.date, self.notes = self._template.sha256, self._template.date, self._template.notes
+        self.tool_syntax, self.native_tools = self._template.syntax, self._template.native_tools
+        ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        self._added = frozenset(ids[text] for text in self._template.added)
+        self._turn_ends = frozenset(ids[text] for text in self._template.turn_ends)
+        own = tokenizer.eos_token_id
+        self.eos_ids = frozenset({*eos_ids, *self._turn_ends, *([] if own is None else [own])})
+        syntax = SYNTAXES[self.tool_syntax]
+        markers = " ".join((THINK_OPEN, THINK_CLOSE, *syntax.opens, syntax.close or "", *syntax.inner))
+        hidden = frozenset(ids[text] for text in self._template.special if text not in markers)
+        self.hidden_ids = hidden | self.eos_ids
+        self._encode_cached = lru_cache(maxsize=64)(self._encode_marked)  # first turns come again with every call
+
+    # ---- messages -> tokens ----
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """The conversation and the beginning of the next assistant turn, as the model is to read them.
+
+        Special-token text inside messages and tools is encoded as ordinary text, so that content cannot forge a turn.
+        Raises RequestError when the template refuses the conversation.
+        """
+        mark = self._template.mark(messages, tools)
+        return self._encode_marked(self._template.render(messages, tools, mark=mark), mark)
+
+    def extend(
+        self,
+        ids_so_far: Sequence[int],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Tools = (),
+    ) -> list[int] | None:
+        """`ids_so_far`, the end of the turn, `new_messages`, the beginning of the next turn; None: cannot be proved.
+
+        `messages_so_far` are the very messages that `ids_so_far` were made from, the last one being the assistant turn
+        whose sampled ids end `ids_so_far`. The result always starts with `ids_so_far`.
+        """
+        ids = list(ids_so_far)
+        if not ids or not new_messages or not messages_so_far or messages_so_far[-1].role != "assistant":
+            return None
+        try:
+            suffix = self._suffix(ids, messages_so_far, new_messages, tools) if self.history == "keep" else None
+            if suffix is not None:
+                return ids + suffix
+            whole = self.prompt([*messages_so_far, *new_messages], tools)
+        except RequestError:
+            return None
+        return whole if len(whole) > len(ids) and whole[: len(ids)] == ids else None
+
+    def _suffix(
+        self, ids: list[int], so_far: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        """The tokens to put behind `ids`.
+
+        The conversation is rendered with and without the last turn and what follows it, every assistant turn being a
+        unique word. Cut at these words, both must give the same pieces: then the new messages changed nothing in front
+        of the last turn, and what the template writes behind the last word belongs behind the sampled tokens.
+        """
+        messages = [*so_far, *new]
+        mark = self._template.mark(messages, tools)
+        masked, words = self._template.masked(messages, len(so_far), tools)
+        before = _pieces(self._template.render(masked[: len(so_far) - 1], tools, mark=mark), words[:-1])
+        after = _pieces(self._template.render(masked, tools, mark=mark), words)
+        if not before or not after or before != after[:-1]:
+            return None
+        head = list(self._encode_cached(before[0], mark))
+        while head and head[-1] not in self._added:  # what follows the last special token may merge with the turn
+            head.pop()
+        tail = self._encode_marked(after[-1].lstrip(), mark)
+        if not head or ids[: len(head)] != head or not tail or tail[0] not in self._added:
+            return None
+        ended = ids[-1] == tail[0] or (ids[-1] in self.eos_ids and tail[0] in self._turn_ends)
+        return tail[1:] if ended else tail
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """The ids of `text`, special tokens included; with `add_bos` it begins as the tokenizer's documents do."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair: JSON can carry one, UTF-8 cannot
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(self.tokenizer.encode(text, add_special_tokens=add_bos))
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """The ids of a rendering, cut at the marks: no special token spans one, and they leave no trace."""
+        return [id for piece in (text.split(mark) if mark else [text]) for id in self.encode(piece)]
+
+    # ---- tokens -> messages ----
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def token_text(self, id: int) -> str:
+        """The text of one token; U+FFFD for bytes that are not a whole character."""
+        return self.decode([id])
+
+    def stream(self, tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Stream:
+        """Reads a turn token by token. Without `tools`, calls are ordinary text; with `raw`, reasoning is too."""
+        syntax = SYNTAXES[self.tool_syntax] if tools and not raw else None
+        return Stream(self, TurnReader(syntax, tools, stops, thinking=None if raw else self._template.thinking))
+
+    def parse(self, ids: Sequence[int], tools: Tools = (), stops: Sequence[str] = ()) -> Message:
+        """A sampled turn as a message; never raises. What `stream` gives, all at once."""
+        stream = self.stream(tools, stops)
+        for id in ids:
+            stream.push(id)
+        stream.finish()
+        return stream.message()
+
+    def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
+        """Whether the newest token completed a stop string; to be asked after every token. None without stop strings.
+
+        Reads only as many tokens from the end as the longest stop string can span.
+        """
+        stops = tuple(stop for stop in stops if stop)
+        if not stops:
+            return None
+        reach = max(len(stop.encode("utf-8", "replace")) for stop in stops) + 4  # a token of text has a byte or more
+
+        def check(ids: Sequence[int]) -> bool:
+            tail: list[int] = []
+            for id in reversed(ids):
+                if id not in self.hidden_ids:
+                    tail.append(id)
+                if len(tail) == reach:
+                    break
+            text = self.decode(tail[::-1])
+            return any(stop in text for stop in stops)
+
+        return check
+
+    def same(self, a: Message, b: Message) -> bool:
+        """Whether two messages are one, echoed: outer white space, the spelling of JSON, ids and names do not count.
+
+        Reasoning counts only where both have some: many clients do not send it back.
+        """
+        thoughts = {one.reasoning.strip() for one in (a, b)} - {""}
+        return (
+            a.role == b.role
+            and a.content.strip() == b.content.strip()
+            and len(thoughts) < 2
+            and len(a.tool_calls) == len(b.tool_calls)
+            and all(map(same_call, a.tool_calls, b.tool_calls))
+        )
+
+
+class Stream:
+    """One sampled turn, token by token: the deltas concatenate to `message()`, for any tokens. Never raises."""
+
+    def __init__(self, renderer: Renderer, reader: TurnReader):
+        self._renderer = renderer
+        self._reader = reader
+        self._context: list[int] = []  # the tokens decoded last: some decoders treat the first token differently
+        self._context_length = 0  # characters in their text
+        self._waiting: list[int] = []  # end inside a character
+
+    def push(self, id: int) -> Delta:
+        """What this token adds (often nothing: half a character, or text that may become a call)."""
+        if id in self._renderer.hidden_ids:
+            return Delta(0)
+        self._waiting.append(id)
+        text = self._new_text()
+        if not text or text.endswith(_INCOMPLETE):
+            return Delta(0)
+        self._context, self._waiting = self._waiting, []
+        self._context_length = len(self._renderer.decode(self._context))
+        return self._reader.feed(text)
+
+    def finish(self) -> Delta:
+        """What the end of the turn adds: everything held back."""
+        rest = self._new_text() if self._waiting else ""
+        self._waiting = []
+        first, last = self._reader.feed(rest), self._reader.finish()
+        return Delta(0, first.text + last.text, first.reasoning + last.reasoning, first.tool_calls + last.tool_calls)
+
+    def message(self) -> Message:
+        """The whole turn, after `finish`."""
+        return self._reader.message()
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found; it and what follows are no part of the message."""
+        return self._reader.stopped
+
+    def _new_text(self) -> str:
+        return self._renderer.decode(self._context + self._waiting)[self._context_length :]
+
+
+def _pieces(text: str, words: Sequence[str]) -> list[str]:
+    """The text between the words, without what a template writes at the beginning of a turn's reasoning.
+
+    Empty when a word is missing, doubled or out of order.
+    """
+    pieces = []
+    for word in words:
+        if text.count(word) != 1:
+            return []
+        piece, _, text = text.partition(word)
+        pieces.append(piece)
+    return [_THINK_HEADER.sub("", piece) for piece in (*pieces, text)]
