@@ -9,7 +9,6 @@ With ``--resume`` and with a checkpoint inside a run folder, that run's ``config
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import secrets
 from collections.abc import Callable, Mapping
@@ -115,7 +114,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
 @click.argument("task")
 @_options(EVAL)
 @click.option("--n", "n", type=click.IntRange(1), default=1, show_default=True, help="Rollouts per task: pass@1 to pass@n.")
-@click.option("--tasks", "eval_tasks", type=int, default=None, help=f"How many tasks.  [default: {Config.eval_tasks}]")
+@click.option("--tasks", "eval_tasks", type=int, default=None, help=f"How many tasks, 0 for all.  [default: {Config.eval_tasks}]")
 @click.option("--split", type=click.Choice(["held_out", "train"]), default="held_out", show_default=True, help="Which tasks.")
 @click.option("--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl and summary.json.")
@@ -123,12 +122,7 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
     """Evaluate a model on the held-out tasks of TASK."""
     module = flow.load_task(task)
     settings, folder = _with_checkpoint(options, module.defaults, checkpoint)
-    work = _module("commands").evaluate_task(module, settings, n=n, split=split, weights=folder, output=output, say=_aside)
-    try:
-        click.echo(str(asyncio.run(work)))
-    except KeyboardInterrupt:
-        click.echo("\nStopped.", err=True)
-        raise SystemExit(130) from None
+    click.echo(_module("evaluate").run(module, settings, n=n, split=split, checkpoint=folder, output=output))
 
 
 @cli.command()
@@ -148,7 +142,7 @@ def serve(host: str, port: int, key: str | None, checkpoint: str | None, **optio
         click.echo(f"curl {base_url}/chat/completions -H 'Authorization: Bearer {secret}' -H 'Content-Type: application/json' -d '{body}'")
 
     try:
-        asyncio.run(_module("commands").serve(settings, host=host, port=port, key=secret, weights=folder, say=_aside, ready=ready))
+        _module("stack").serve(settings, host=host, port=port, key=secret, checkpoint=folder, ready=ready)
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
 
@@ -176,10 +170,6 @@ def _with_checkpoint(options: Mapping[str, Any], defaults: Mapping[str, Any], ch
     files = [place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()]
     own = config.read_toml(files[0]) if files else {}
     return _config(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
-
-
-def _aside(sentence: str) -> None:
-    click.echo(sentence, err=True)
 
 
 def _module(name: str) -> Any:

@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minirllm.config import Config
 from minirllm.errors import UserError
+from minirllm.flow import TaskModule
 from minirllm.rollouts import Job, Runner
+from minirllm.stack import serving
 from minirllm.types import Episode, Task, TerminationReason
 
 Z = 1.959964  # 97.5 % point of the normal distribution
@@ -79,6 +82,23 @@ async def evaluate(
     if folder is not None:
         await asyncio.to_thread(write, folder, result)
     return result
+
+
+def run(
+    task: TaskModule, config: Config, *, n: int = 1, split: str = "held_out", checkpoint: Path | None = None, output: Path | None = None
+) -> EvalResult:
+    """Evaluate a model as it is, or with the weights of `checkpoint`, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
+
+    async def work() -> EvalResult:
+        tasks = task.train(config) if split == "train" else task.held_out(config)
+        async with serving(config, weights=checkpoint) as stack:
+            runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
+            try:
+                return await evaluate(runner, tasks[: config.eval_tasks or None], n, folder=output)
+            finally:
+                await runner.close()
+
+    return asyncio.run(work())
 
 
 def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:

@@ -1,0 +1,122 @@
+"""One process's worth of parts, wired: model, policy, engine, renderer, sessions, endpoint.
+
+Owns: the order in which they start and end, and the manifest facts about them. Does not know: tasks, training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minirllm import checkpoint, models
+from minirllm.config import Config, nearest
+from minirllm.engines import ENGINES, Engine
+from minirllm.errors import CheckpointError, ConfigError
+from minirllm.policy import Policy
+from minirllm.renderer import Renderer
+from minirllm.server import Server, build_app
+from minirllm.session import Session, Sessions
+
+
+@dataclass
+class Stack:
+    """What a run stands on. `base_url` is the endpoint's, without ``/v1``."""
+
+    policy: Policy
+    engine: Engine
+    renderer: Renderer
+    sessions: Sessions
+    base_url: str
+    facts: dict[str, Any]  # for the manifest
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    *,
+    say: Callable[[str], None] | None = None,
+    weights: Path | None = None,
+    address: tuple[str, int] = ("127.0.0.1", 0),
+    open_key: str | None = None,
+) -> AsyncIterator[Stack]:
+    """Load, start and, at the end, stop everything. `weights` is a checkpoint, or a run whose newest one is taken.
+    `open_key` also serves calls outside any session to its bearers, and opens the admin routes.
+
+    Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken. Loading blocks the event loop:
+    nothing else runs on it yet.
+    """
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but this torch sees no CUDA device; use device = cpu or auto.")
+    loaded = models.load(config.model, device, progress=say)
+    policy = Policy(loaded.model, loaded.tokenizer, config)
+    engine = engine_class(config.engine)(policy, config)
+    renderer = Renderer(loaded.tokenizer, config.history, policy.eos_ids)
+    if weights is not None:
+        await policy.run(policy.load_weights, _checkpoint(weights))
+    model_id = loaded.name.rstrip("/").rpartition("/")[2]
+    settings: dict[str, Any] = {"default_max_tokens": config.max_tokens, "default_temperature": config.eval_temperature}
+    sessions = Sessions(engine, renderer, model_id, max_calls=config.max_calls, **settings)
+
+    def outside() -> Session:  # one for each call: a shared one would remember everybody's tokens for ever
+        return Session("open", open_key or "", engine, renderer, model_id, **settings)
+
+    server = Server(build_app(sessions, model=model_id, serve_session=outside if open_key else None, admin_key=open_key or ""))
+    try:
+        await engine.start()
+        facts = {
+            "model": loaded.name,
+            "model_revision": loaded.revision,
+            "template_hash": loaded.template_hash,
+            "level": policy.level,
+            "row_multiple": policy.row_multiple,
+            "threads": policy.threads,
+            "device": str(policy.device),
+            "tool_syntax": renderer.tool_syntax,
+        }
+        yield Stack(policy, engine, renderer, sessions, await server.start(*address), facts)
+    finally:
+        await server.close()
+        await engine.close()
+        policy.close()
+
+
+def serve(config: Config, *, host: str, port: int, key: str, checkpoint: Path | None, ready: Callable[[str], None]) -> None:
+    """Serve until interrupted; `ready` hears the base URL (with ``/v1``) once it answers."""
+
+    async def forever() -> None:
+        async with serving(config, weights=checkpoint, address=(host, port), open_key=key) as stack:
+            ready(f"{stack.base_url}/v1")
+            await asyncio.Event().wait()
+
+    asyncio.run(forever())
+
+
+def _checkpoint(folder: Path) -> Path:
+    """`folder` itself when it is a checkpoint, else the newest whole one of the run in it. Raises CheckpointError."""
+    if not (folder / "checkpoints").is_dir():
+        checkpoint.verify(folder)
+        return folder
+    path, skipped = checkpoint.newest(folder / "checkpoints")
+    if path is None:
+        raise CheckpointError(f"{folder} holds no whole checkpoint{': ' + ' '.join(skipped) if skipped else ' yet'}.")
+    return path
+
+
+def engine_class(name: str) -> Callable[[Policy, Config], Engine]:
+    """The engine of that name in `ENGINES`, or ``module:attr``. Raises ConfigError."""
+    module, colon, attribute = ENGINES.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(f"There is no engine {name!r}{nearest(name, list(ENGINES))}: use {', '.join(ENGINES)}, or module:attr.")
+    try:
+        found: Callable[[Policy, Config], Engine] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Engine {name!r} cannot be imported: {error}.") from None
+    return found

@@ -1,0 +1,213 @@
+"""The page: tasks, rollouts, advantages, update, log, evaluate, save. Read it from top to bottom.
+
+Owns: the order of things in a run. Every noun is a module of its own: rollouts run agents against the endpoint, batch
+turns graded episodes into token forests, the trainer makes one optimizer step of them. This page speaks episodes, forests
+and metrics; it knows no tensors and no HTTP.
+
+    minirllm train tasks/first_letter.py          python -m minirllm.train tasks/first_letter.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minirllm import algorithms, batch, checkpoint, evaluate, flow
+from minirllm.config import Config, from_mapping
+from minirllm.errors import CheckpointError, UserError
+from minirllm.flow import TaskModule
+from minirllm.log import RunLog
+from minirllm.rollouts import Job, Runner
+from minirllm.stack import Stack, serving
+from minirllm.store import EpisodeStore
+from minirllm.trainer import Trainer
+from minirllm.types import Episode, Task
+
+Dataset = Sequence[Task] | Callable[[Config], Iterable[Task]]
+
+
+async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train, writing ``runs_dir/run``; returns the last metrics row. Raises UserError for what the user can mend."""
+    algorithm = algorithms.load(config.algorithm)
+    algorithm.validate(config)
+    tasks, held_out = task.train(config), task.held_out(config)[: config.eval_tasks] if config.eval_tasks else []
+    folder = config.run_folder(task.name)
+    with RunLog(folder, config, resume=resume, quiet=quiet) as log:
+        async with serving(config, say=log.say) as stack:
+            log.manifest(**stack.facts, task=task.name, task_file=str(task.path or ""), data_revision=task.data_revision, seed=config.seed)
+            runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
+            trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
+            try:
+                return await _Run(config, log, stack, runner, trainer, folder).loop(tasks, held_out, resume)
+            finally:
+                await runner.close()
+
+
+class _Run:
+    """The loop and what it carries from step to step."""
+
+    def __init__(self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, folder: Path):
+        self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
+        self.store, self.checkpoints = EpisodeStore(folder / "episodes"), folder / "checkpoints"
+        self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
+
+    async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
+        """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number."""
+        config, row = self.config, {}
+        done = await self.restore() if resume else 0
+        if done == 0 and held_out:
+            row = {"step": 0, **await self.evaluate(held_out, 0)}
+            await asyncio.to_thread(self.log.step, row)
+        for step in range(done + 1, config.steps + 1):
+            began = time.perf_counter()
+
+            episodes = await self.rollouts(step, tasks)  # agents talk to the endpoint; every call is captured
+            generated = time.perf_counter()
+            learned = batch.build(episodes, config, self.trainer.algorithm, self.stack.policy.version)  # advantages, forests
+            metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
+            self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
+
+            last = step == config.steps
+            row = {
+                "step": step,
+                **learned.metrics,
+                **metrics,
+                "tokens_generated": sum(e.metrics.get("response_tokens", 0.0) for e in episodes),
+                "seconds_generate": generated - began,
+                "seconds_train": time.perf_counter() - generated,
+                "weight_version": self.stack.policy.version,
+                "weights_sha256": await self.stack.policy.run(self.stack.policy.weights_sha256),
+            }
+            if held_out and (last or (config.eval_every and step % config.eval_every == 0)):
+                row |= await self.evaluate(held_out, step)
+            row["seconds_step"] = time.perf_counter() - began
+            await asyncio.to_thread(self.log.step, row)
+            if self.trainer.problem:
+                self.log.warn(self.trainer.problem)
+            if last or step % config.save_every == 0:
+                await self.save(step)
+        return row
+
+    async def rollouts(self, step: int, tasks: list[Task]) -> list[Episode]:
+        """`group_size` episodes of each of the step's tasks, in task order; those a killed run had finished are not run again."""
+        wanted = [Job(task, i, step) for task in schedule(tasks, self.config, step) for i in range(self.config.group_size)]
+        finished = await asyncio.to_thread(self.store.finished, step)
+        missing = [job for job in wanted if (job.task.id, job.rollout_idx) not in finished]
+        with ThreadPoolExecutor(1, "store") as writer:  # one thread: whole lines, in the order in which episodes end
+            writes = []
+
+            def keep(episode: Episode) -> None:
+                finished[episode.task_id, episode.rollout_idx] = episode
+                writes.append(writer.submit(self.store.append, step, episode))
+                self.progress(f"step {step}", len(finished), len(wanted), finished.values())
+
+            self.progress(f"step {step}", len(finished), len(wanted), finished.values())
+            await self.runner.run_many(missing, keep)
+            for write in writes:
+                await asyncio.wrap_future(write)
+        return [finished[job.task.id, job.rollout_idx] for job in wanted]
+
+    async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float]:
+        """One rollout of every held-out task, under the same noise each time."""
+        began, count = time.perf_counter(), []
+
+        def tick(episode: Episode) -> None:
+            count.append(episode)
+            self.progress("held-out", len(count), len(held_out), count)
+
+        result = await evaluate.evaluate(self.runner, held_out, on_done=tick)
+        if result.reward_mean is not None and result.reward_mean > self.best["reward"]:
+            self.best = {"step": step, "reward": result.reward_mean}
+        low, high = result.reward_interval or (float("nan"), float("nan"))
+        return {
+            "eval_reward": float("nan") if result.reward_mean is None else result.reward_mean,
+            "eval_low": low,
+            "eval_high": high,
+            "eval_pass": result.pass_at[1],
+            "eval_without_reward": float(len(held_out) - result.graded),
+            "seconds_eval": time.perf_counter() - began,
+        }
+
+    def progress(self, phase: str, done: int, total: int, episodes: Iterable[Episode]) -> None:
+        tokens = int(sum(episode.metrics.get("response_tokens", 0.0) for episode in episodes))
+        self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=tokens)
+
+    async def save(self, step: int) -> None:
+        """A checkpoint. A full disk costs the checkpoint, not the run."""
+        policy, config = self.stack.policy, self.config
+        extra = {"step": step, "seed": config.seed, "best": self.best}
+        arguments = (self.checkpoints, step, policy, self.trainer, extra, config.keep_checkpoints, self.best["step"])
+        try:
+            await policy.run(checkpoint.save, *arguments)
+        except CheckpointError as error:
+            self.log.warn(str(error))
+
+    async def restore(self) -> int:
+        """Load the newest whole checkpoint; returns how many steps are done (0: there is none)."""
+        path, skipped = await asyncio.to_thread(checkpoint.newest, self.checkpoints)
+        for sentence in skipped:
+            self.log.warn(sentence)
+        done = 0
+        if path is not None:
+            extra = await self.stack.policy.run(checkpoint.load, path, self.stack.policy, self.trainer)
+            if extra["seed"] != self.config.seed:
+                raise CheckpointError(f"{path} belongs to seed {extra['seed']}, not {self.config.seed}: resume with the seed it began with.")
+            done, self.best = extra["step"], extra["best"]
+        self.log.say(f"Resuming after step {done} of {self.config.steps}." if done else "There is no checkpoint yet: starting from step 1.")
+        await asyncio.to_thread(self.log.rewind, done if done else -1)
+        return done
+
+
+def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
+    """The tasks of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a step repeats no task."""
+    size = min(config.batch_size, len(tasks))
+    epoch, place = divmod(step - 1, len(tasks) // size)
+    order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
+    return [tasks[i] for i in order[place * size : (place + 1) * size]]
+
+
+def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """`train` for callers without an event loop."""
+    return asyncio.run(train(task, config, resume=resume, quiet=quiet))
+
+
+class AgentTrainer:
+    """rLLM's entry point: an agent, a grader, two datasets (lists of Task, or functions of the Config), one call."""
+
+    def __init__(
+        self,
+        agent_flow: Any,
+        evaluator: Any,
+        config: Config | Mapping[str, Any] | None = None,
+        train_dataset: Dataset = (),
+        val_dataset: Dataset = (),
+    ):
+        """Raises ConfigError for an unknown option, TaskError for a dataset or function that cannot be used."""
+        chosen = config if isinstance(config, Config) else from_mapping(config or {})
+        self.config = chosen if val_dataset else replace(chosen, eval_tasks=0)
+        agent, train_tasks, val_tasks = flow.rollout(agent_flow), train_dataset, val_dataset
+        self.task = TaskModule(
+            agent.name,
+            agent,
+            flow.evaluator(evaluator),
+            lambda config: train_tasks(config) if callable(train_tasks) else train_tasks,
+            lambda config: val_tasks(config) if callable(val_tasks) else val_tasks,
+        )
+
+    def train(self, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+        """Blocks until the run is done; returns its last metrics row."""
+        return run(self.task, self.config, resume=resume, quiet=quiet)
+
+
+if __name__ == "__main__":  # the command line with its options, without importing the row below this one
+    sys.argv.insert(1, "train")
+    runpy.run_module("minirllm.cli", run_name="__main__")
