@@ -1,8 +1,8 @@
 """Train language agents with reinforcement learning without rewriting them: the public names.
 
-Owns: the names users import, and the process environment that arithmetic depends on. The variables below only count when
-they are set before torch is loaded, so importing this package is what sets them; a value the user has set always wins.
-Does not know: torch. The names resolve on first use (PEP 562), so a process that only grades never loads it.
+Owns: the names users import, and the process environment that arithmetic depends on. The variables below only count
+when they are set before torch is loaded, so importing this package is what sets them; a value the user has set always
+wins. Does not know: torch. The names resolve on first use (PEP 562), so a process that only grades never loads it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ __all__ = [
 
 
 def arithmetic_settings(cpuinfo: str) -> dict[str, str]:
-    """Environment variables that make CPU arithmetic quick and independent of the batch, from the text of /proc/cpuinfo.
+    """Environment variables that make CPU arithmetic quick and independent of the batch, by the text of /proc/cpuinfo.
 
-    MKL's strict modes give a row of a matrix product the same bits whatever the other rows are. They exist on Intel only;
-    elsewhere MKL's default already does so at whole multiples of four rows, and its COMPATIBLE mode does not.
-    GOMP_SPINCOUNT: with anything else running, the default spinning of idle OpenMP threads makes a decode step 5 times slower.
+    MKL's strict modes give a row of a matrix product the same bits whatever the other rows are. They exist on Intel
+    only; elsewhere MKL's default already does so at whole multiples of four rows, and its COMPATIBLE mode does not.
+    GOMP_SPINCOUNT: with anything else running, idle OpenMP threads that spin make a decode step 5 times slower.
     """
     settings = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
     words = set(cpuinfo.split())

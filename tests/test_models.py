@@ -23,7 +23,8 @@ from minirllm.attention import IMPLEMENTATION
 from minirllm.errors import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TENSORS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"  # as transformers' own GGUF loader dequantises them
+# the file that transformers' own GGUF loader and save_pretrained arrive at
+TENSORS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,13 @@ def test_smollm2_speaks(smollm2: models.LoadedModel) -> None:
     T = ids.shape[1]
     with torch.no_grad():
         layout = models.ForestLayout([[(0, T)]])
-        logits = model(ids, position_ids=torch.arange(T)[None], attention_mask=torch.ones(1, 1, 1, 1).bool(), layout=layout, use_cache=False).logits
+        logits = model(
+            ids,
+            position_ids=torch.arange(T)[None],
+            attention_mask=torch.ones(1, 1, 1, 1).bool(),
+            layout=layout,
+            use_cache=False,
+        ).logits
     assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
 
 
@@ -103,7 +110,7 @@ def test_a_damaged_file_is_noticed(smollm2: models.LoadedModel, tmp_path: Path) 
 def _convert(cache: str, results: multiprocessing.Queue) -> None:
     os.environ["MINIRLLM_CACHE"] = cache
     said: list[str] = []
-    path = embedded.folder(lambda what, done, total: said.append(what))
+    path = embedded.folder(said.append)
     results.put((str(path), bool(said)))
 
 
@@ -201,7 +208,9 @@ def test_folders_that_are_no_model(folder: Path, tmp_path: Path) -> None:
     assert f"Cannot load model {bare}" in message(str(bare))
     (bare / "model.safetensors").unlink()
     assert f"Cannot load model {bare}" in message(str(bare))
-    (bare / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}')
+    (bare / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}'
+    )
     (bare / "own.py").write_text("raise SystemExit('code of the repository ran')")
     assert "never run" in message(str(bare))
     (bare / "config.json").write_text("{not json")
@@ -210,7 +219,9 @@ def test_folders_that_are_no_model(folder: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_exchangeable_attention(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    MambaForCausalLM(MambaConfig(vocab_size=272, hidden_size=16, num_hidden_layers=1, state_size=4)).save_pretrained(tmp_path)
+    MambaForCausalLM(MambaConfig(vocab_size=272, hidden_size=16, num_hidden_layers=1, state_size=4)).save_pretrained(
+        tmp_path
+    )
     assert "cannot be used" in message(str(tmp_path)) or "Cannot load" in message(str(tmp_path))
 
 
@@ -232,12 +243,21 @@ class Hub(BaseHTTPRequestHandler):
             data = (self.folder / self.path.rsplit("/", 1)[1]).read_bytes()
             self.answer(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
         elif "/tree/" in self.path:
-            sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()} | {"pytorch_model.bin": 9, "modeling.py": 9}
+            sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()} | {
+                "pytorch_model.bin": 9,
+                "modeling.py": 9,
+            }
             files = [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes.items()]
             self.answer(200, json.dumps(files).encode(), {})
         else:
             names = [*(path.name for path in self.folder.iterdir()), "pytorch_model.bin", "modeling.py"]
-            info = {"id": "own/good", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names], "tags": [], "private": False}
+            info = {
+                "id": "own/good",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in names],
+                "tags": [],
+                "private": False,
+            }
             self.answer(200, json.dumps(info).encode(), {})
 
     do_HEAD = do_GET
@@ -280,7 +300,13 @@ for name in sys.argv[1:]:
 
 def ask(endpoint: str, home: Path, *names: str, offline: str = "0") -> list:
     """Loads each name in a fresh process that takes `endpoint` for the hub; (name, revision, files) or the sentence."""
-    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": offline,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     done = subprocess.run([sys.executable, "-c", ASK, *names], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -41,7 +41,9 @@ def test_shapes_are_multiples_of_16_and_embeddings_are_tied() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert config._attn_implementation == IMPLEMENTATION
     assert len(tokenizer) == 256 + 7 <= config.vocab_size
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
+    assert (
+        model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
+    )
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -54,7 +56,9 @@ def test_any_text_survives(text: str) -> None:
     assert all(0 <= token < len(TOKENIZER) for token in ids)
 
 
-@pytest.mark.parametrize("text", ["a . b , don 't", "\x00\r\n\t ", "<think>x</think><tool_call>", "", "  lead", "e\u0301"])
+@pytest.mark.parametrize(
+    "text", ["a . b , don 't", "\x00\r\n\t ", "<think>x</think><tool_call>", "", "  lead", "e\u0301"]
+)
 def test_awkward_text_survives(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -66,7 +70,11 @@ def test_a_byte_is_its_own_id_and_markers_are_one_token() -> None:
 
 
 def test_template_plain() -> None:
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>assistant\n"
@@ -103,7 +111,9 @@ def test_forward_is_causal() -> None:
     def logits(ids_1T: torch.Tensor) -> torch.Tensor:
         layout = ForestLayout([[(0, 4)]])
         with torch.no_grad():
-            return model(ids_1T, attention_mask=mask, position_ids=torch.arange(4)[None], layout=layout, use_cache=False).logits[0]
+            return model(
+                ids_1T, attention_mask=mask, position_ids=torch.arange(4)[None], layout=layout, use_cache=False
+            ).logits[0]
 
     first, second = logits(ids), logits(other)
     assert torch.equal(first[:2], second[:2])
