@@ -1,6 +1,6 @@
 """The token tree: every token of a session once, and the flat forest that training consumes.
 
-Owns: TokenTree (capture), Forest (flat arrays), merge / concatenate / unfold. Does not know: text, messages, rewards, torch.
+Owns: TokenTree (capture), Forest (flat arrays), merge, concatenate, unfold. Does not know: text, rewards, torch.
 
 A call is a prompt and the tokens sampled after it. Prompts share their common prefixes; a sampled token is stored where
 it was sampled, once, and is never merged with another sample, even of equal ids. A prompt enters sampled nodes only
@@ -21,16 +21,18 @@ import numpy as np
 from minirllm.types import Completion
 
 ROOT = -1  # the parent of a first token, and of a node that holds one
+_SAMPLED = ("logprobs", "temperature", "weight_version", "call_id", "aborted")  # fields that only sampled nodes have
+_UNTRAINED = {"trained_T": False, "logprob_T": 0, "advantage_T": 0, "weight_T": 0, "temperature_T": 1}
 
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens, all of a prompt or all of one sample. `logprobs` are as long as `tokens` when sampled, else empty."""
+    """A run of tokens, all of a prompt or all of one sample. Sampled ones have as many `logprobs`, others none."""
 
     parent: int
     tokens: list[int]
     sampled: bool = False
-    logprobs: list[float] = field(default_factory=list)  # natural log, of the distribution sampled from (after temperature)
+    logprobs: list[float] = field(default_factory=list)  # natural log, of what was sampled from (after temperature)
     temperature: float = 1.0
     weight_version: int = 0
     call_id: str = ""
@@ -40,7 +42,7 @@ class Node:
 
 @dataclass
 class TokenTree:
-    """Append-only. A node index stays valid and keeps naming the same *last* token, also when its node is split.
+    """Append-only. A node index stays valid and keeps naming the same *last* token, even when its node is split.
 
     A sample of no tokens (aborted at once) is an empty node and never gets children.
     """
@@ -55,7 +57,7 @@ class TokenTree:
         prompt nodes, then branches. ValueError for an empty prompt: its first sampled token could not be scored.
         """
         if not prompt_ids:
-            raise ValueError("Expected a prompt of at least one token, got none: nothing could score the first sampled token.")
+            raise ValueError("Expected a prompt of at least one token, got none: the first sample could not be scored.")
         assert len(completion.logprobs) == len(completion.token_ids), "one logprob per sampled token"
         at, used = ROOT, 0
         for index in self.path(after) if after is not None else ():
@@ -130,7 +132,7 @@ class TokenTree:
         for node in self.nodes:
             row: dict[str, Any] = {"parent": node.parent, "tokens": node.tokens}
             if node.sampled:
-                row |= {key: getattr(node, key) for key in ("logprobs", "temperature", "weight_version", "call_id", "aborted")}
+                row |= {name: getattr(node, name) for name in _SAMPLED}
             rows.append(row)
         return {"nodes": rows}
 
@@ -148,7 +150,7 @@ class TokenTree:
         return len(self.nodes) - 1
 
     def _descend(self, at: int, ids: Sequence[int], used: int = 0) -> int:
-        """Walk ``ids[used:]`` down from the end of `at` through prompt nodes, adding what is missing; returns the last node."""
+        """Walk ``ids[used:]`` down from `at` through prompt nodes, adding what is missing; returns the last node."""
         while used < len(ids):
             prompts = (c for c in self.children(at) if not self.nodes[c].sampled)
             child = next((c for c in prompts if self.nodes[c].tokens[0] == ids[used]), None)
@@ -206,7 +208,8 @@ class Forest:
     def paths(self) -> list[list[tuple[int, int]]]:
         """For each node, the token spans from its root to itself: what `attention.ForestLayout` takes."""
         paths: list[list[tuple[int, int]]] = []
-        for start, end, parent in zip(self.node_start_N.tolist(), self.node_end_N.tolist(), self.node_parent_N.tolist(), strict=True):
+        columns = (self.node_start_N.tolist(), self.node_end_N.tolist(), self.node_parent_N.tolist())
+        for start, end, parent in zip(*columns, strict=True):
             paths.append([*(paths[parent] if parent != ROOT else []), (start, end)])
         return paths
 
@@ -248,7 +251,7 @@ def _ancestry(tree: TokenTree, node: int) -> Iterator[int]:
 
 
 def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) -> tuple[Forest, list[Spans]]:
-    """Lay `merged` out depth first, siblings in the order of their content. `source`: its sampled nodes -> (tree, node)."""
+    """Lay `merged` out depth first, siblings ordered by content. `source`: its sampled nodes -> (tree, node there)."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
     starts, ends, parents = list[int](), list[int](), list[int]()
     spans: list[Spans] = [{} for _ in range(count)]
@@ -305,7 +308,10 @@ def _nodes(starts: Sequence[int], ends: Sequence[int], parents: Sequence[int]) -
 
 def concatenate(forests: Sequence[Forest]) -> Forest:
     """Forests side by side in one; `tree_T` and `node_T` keep naming the trees of each. None gives an empty forest."""
-    arrays = {name: np.concatenate([np.empty(0, dtype), *(getattr(f, name) for f in forests)]) for name, dtype in _DTYPES.items()}
+    arrays = {
+        name: np.concatenate([np.empty(0, dtype), *(getattr(forest, name) for forest in forests)])
+        for name, dtype in _DTYPES.items()
+    }
     starts, ends, parents, linked = list[int](), list[int](), list[int](), [np.empty(0, np.int64)]
     total = 0
     for forest in forests:
@@ -319,7 +325,7 @@ def concatenate(forests: Sequence[Forest]) -> Forest:
 
 
 def unfold(forest: Forest) -> list[Forest]:
-    """One forest per root-to-leaf path, for models that need plain sequences. Every trained token is trained in exactly one."""
+    """One forest per root-to-leaf path, for models that need plain sequences. Each trained token is trained in one."""
     inner = set(forest.node_parent_N.tolist())
     taken_T = np.zeros(len(forest), np.bool_)
     rows = []
@@ -329,7 +335,7 @@ def unfold(forest: Forest) -> list[Forest]:
         index_L = np.concatenate([np.arange(start, end) for start, end in path])
         arrays = {name: getattr(forest, name)[index_L] for name in _DTYPES}
         repeated_L = taken_T[index_L]
-        for name, neutral in (("trained_T", False), ("logprob_T", 0), ("advantage_T", 0), ("weight_T", 0), ("temperature_T", 1)):
+        for name, neutral in _UNTRAINED.items():
             arrays[name][repeated_L] = neutral
         arrays["parent_T"] = np.arange(-1, len(index_L) - 1)
         taken_T[index_L] = True

@@ -1,0 +1,400 @@
+"""One rollout's conversations with the model: match, extend, generate, record.
+
+Owns: `Session` (prompt tokens of a request, sampling rules, seeds, quotas, answers given again, what is recorded) and
+`Sessions` (the registry). Does not know: torch, HTTP, wire formats, chat templates, rewards.
+
+A request is matched by its messages, not by its connection: it continues the longest earlier call whose request and
+answer it repeats. Parallel calls, sub-agents and edited histories match other calls or none, and become branches of the
+token tree. Whatever happens, the tokens recorded are those that the model read and sampled.
+
+A request equal to one whose answer was not delivered yet gets that answer (clients ask again when they lose patience or
+the connection). Equal to a delivered one, it is a new sample. To get several samples at once, ask for `n` of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import sys
+import time
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from minirllm.conversation import Answer, Conversations, Match
+from minirllm.engines import Engine
+from minirllm.errors import (
+    ContextOverflow,
+    EngineError,
+    QuotaExceeded,
+    RequestError,
+    SessionClosed,
+    UnknownSession,
+    UserError,
+)
+from minirllm.inflight import Flight, Listener, OnDelta, Sample, identity, shown_tools, with_ids
+from minirllm.renderer import Renderer, Stream
+from minirllm.tree import TokenTree
+from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step, Trajectory
+
+#: What `enforced` replaces, besides capping max_tokens. Stop strings and stop tokens stay the request's own.
+ENFORCED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+
+#: What a session counts, all from zero.
+COUNTERS = (
+    "calls",  # samples started: n per request
+    "conversations",  # requests that continue no call
+    "extended",  # requests whose prompt begins with the very tokens of the call they continue
+    "branches",  # requests that continue a call in another way, for one of the next three reasons
+    "rerendered",  # the template rewrote the history, as history = "rerender" allows
+    "unprovable",  # the renderer could not prove an extension
+    "edited",  # an assistant turn is not the one that was sampled
+    "reasked",  # prompts sent again after they were answered: new samples
+    "replayed",  # requests that got an answer already sampled, or being sampled
+    "aborted",  # samples cut off: the client left, the session was closed, the engine failed
+    "truncated",  # samples that hit their token limit
+    "malformed_tool_calls",
+)
+
+ABORTED_VERSION = -1  # the weight version of a sample that was cut off is not known
+SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since it remembers them all
+
+_RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything that one rollout (or one served client) says to the model. All methods run on the event loop."""
+
+    id: str
+    key: str  # the bearer key its clients must show
+    engine: Engine
+    renderer: Renderer
+    model: str  # the name replies carry
+    seed_parts: tuple[Any, ...] = ()  # all that seeds depend on besides the prompts: ints and strings
+    enforced: SamplingParams | None = None  # training: replaces what the agent asks, see ENFORCED
+    default_max_tokens: int = 256  # when a request has none; with `enforced`, the cap when that has none
+    default_temperature: float = 1.0  # when a request has none and nothing is enforced
+    max_calls: int = 200
+    max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self.closed = False
+        self.tree = TokenTree()
+        self.steps: list[Step] = []  # in the order in which their requests arrived
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.tokens_used = 0
+        self._conversations = Conversations(self.renderer.same)
+        self._raw: list[Answer] = []  # calls that had a raw prompt
+        self._flights: list[Flight] = []  # not delivered yet
+        self._sent: dict[bytes, set[int]] = {}  # digest of a prompt -> the `nth` of its answered and running requests
+        self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
+        self._requests = 0
+
+    async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
+        """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they are sampled.
+
+        Cancelling the caller cancels the generation, unless another caller waits for the same answer. Raises
+        SessionClosed, QuotaExceeded, ContextOverflow or RequestError before any work, EngineError if the engine fails.
+        """
+        if self.closed:
+            raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
+        same = identity(request)
+        flight = next((known for known in self._flights if known.request == same), None)
+        if flight is None:
+            flight = self._begin(same)
+        else:
+            self.counters["replayed"] += 1
+        assert flight.task is not None
+        listener = None
+        flight.waiters += 1
+        try:
+            if on_delta is not None:
+                listener = Listener(on_delta, flight, [self._stream(flight) for _ in flight.samples])
+                flight.listeners.append(listener)
+            await asyncio.wait([flight.task])
+        finally:
+            flight.waiters -= 1
+            if listener is not None:
+                flight.listeners.remove(listener)
+            if not flight.waiters and not flight.done:
+                self._abort(flight)
+        if flight.task.cancelled():
+            raise SessionClosed(f"Session {self.id!r} was closed during this call.")
+        return flight.task.result()
+
+    def delivered(self, reply_id: str) -> None:
+        """The answer with this `ModelReply.id` reached its client: an equal request is a new sample from now on."""
+        self._flights = [flight for flight in self._flights if not (flight.done and flight.reply_id == reply_id)]
+
+    def close(self) -> None:
+        """End the session. Calls in flight are cancelled and recorded as aborted at once; later ones are refused."""
+        self.closed = True
+        for flight in list(self._flights):
+            if not flight.done:
+                self._abort(flight)
+        self._flights = []
+
+    def claim(self, ids: Iterable[str]) -> list[Step]:
+        """The steps with these ids, in that order: call ids, response ids, or those with ``-<choice index>`` behind.
+
+        Raises UserError naming the first id that is none of this session's.
+        """
+        steps = {self._arrival[step.id]: step for step in self.steps}
+        claimed = []
+        for name in ids:
+            match = _RESPONSE_ID.fullmatch(name)
+            number, index = self._arrival.get(match[1], (-1, 0)) if match else (-1, 0)
+            step = steps.get((number, int(match[2]) if match and match[2] else index))
+            if step is None:
+                raise UserError(f"No call of session {self.id!r} has the id {name!r}: give the id of a response.")
+            claimed.append(step)
+        return claimed
+
+    def trajectory(self, name: str = "default") -> Trajectory:
+        """All calls of the session as one trajectory."""
+        return Trajectory(name=name, steps=list(self.steps))
+
+    # ---- a request before generation ----
+
+    def _begin(self, request: ModelRequest) -> Flight:
+        """Accept a request and start it. All refusals are raised from here, and leave no trace."""
+        if request.n < 1:
+            raise RequestError(f"n must be at least 1, got {request.n}.", "n")
+        made = self.counters["calls"]
+        if made + request.n > self.max_calls:
+            raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
+        match, prompt_ids, kind = self._chat(request) if request.messages is not None else self._completion(request)
+        params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
+        digest = blake2b(array("q", prompt_ids).tobytes()).digest()
+        taken = self._sent.setdefault(digest, set())
+        nth = next(k for k in range(len(taken) + 1) if k not in taken)
+        taken.add(nth)
+        samples = [self._new_sample(request, digest, nth, index) for index in range(request.n)]
+        self.counters["calls"] += request.n
+        self.counters[kind] += 1
+        self.counters["edited"] += match.edited
+        self.counters["branches"] += match.edited or kind in ("rerendered", "unprovable")
+        self.counters["reasked"] += nth > 0
+        self._requests += 1
+        flight = Flight(request, prompt_ids, params, overridden, match, (digest, nth), self._requests, samples)
+        flight.task = asyncio.create_task(self._answer(flight))
+        flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its callers may be gone
+        self._flights.append(flight)
+        return flight
+
+    def _chat(self, request: ModelRequest) -> tuple[Match, list[int], str]:
+        """(what a chat request continues, its prompt ids, the counter for its kind)."""
+        messages, tools = request.messages, shown_tools(request)
+        if not messages:
+            raise RequestError("messages must not be empty.", "messages")
+        match = self._conversations.match(messages, tools)
+        if match.parent is None:
+            return match, self.renderer.prompt(messages, tools), "conversations"
+        so_far = self.tree.ids(match.parent.node)
+        extended = self.renderer.extend(so_far, messages[: -len(match.added)], match.added, tools)
+        if extended is not None:
+            assert extended[: len(so_far)] == so_far, "an extension begins with what it extends"
+            return match, extended, "extended"
+        kind = "rerendered" if self.renderer.history == "rerender" else "unprovable"
+        return match, self.renderer.prompt(messages, tools), kind
+
+    def _completion(self, request: ModelRequest) -> tuple[Match, list[int], str]:
+        """The same for a raw prompt, which continues the longest raw call whose tokens it begins with."""
+        prompt = request.prompt or []
+        ids = self.renderer.encode(prompt, add_bos=True) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt must not be empty: there is nothing to continue.", "prompt")
+        vocabulary = self.engine.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RequestError(f"prompt: token id {wrong} is outside the vocabulary of {vocabulary} tokens.", "prompt")
+        parent, length = None, 0
+        for answer in sorted(self._raw, key=lambda answer: answer.call_id):
+            so_far = self.tree.ids(answer.node)
+            if len(so_far) > length and ids[: len(so_far)] == so_far:
+                parent, length = answer, len(so_far)
+        return Match(parent), ids, "extended" if parent else "conversations"
+
+    def _room(self, prompt_length: int, n: int) -> int:
+        """How many tokens may follow the prompt in the window."""
+        room = self.engine.max_context - prompt_length
+        if room < 1:
+            raise ContextOverflow(self.engine.max_context, prompt_length)
+        limit = self.max_tokens_total
+        if limit is not None and self.tokens_used + n * (prompt_length + 1) > limit:
+            used = f"has used {self.tokens_used}, and this call needs more"
+            raise QuotaExceeded(f"Session {self.id!r} may use {limit} tokens, {used}.")
+        return room
+
+    def _params(self, request: ModelRequest, room: int) -> tuple[SamplingParams, dict[str, Any]]:
+        """(what the engine is told, what of the request was replaced)."""
+        asked, cap = request.params, self.default_max_tokens
+        if asked.max_tokens is not None and asked.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {asked.max_tokens}.", "max_tokens")
+        if self.enforced is None:
+            temperature = asked.temperature if "temperature" in request.asked else self.default_temperature
+            return replace(asked, temperature=temperature, max_tokens=min(asked.max_tokens or cap, room)), {}
+        cap = self.enforced.max_tokens or cap
+        values = {name: getattr(self.enforced, name) for name in ENFORCED}
+        values["max_tokens"] = min(asked.max_tokens or cap, cap)
+        sent = {name: getattr(asked, name) for name in values if name in request.asked}
+        replaced = {name: values[name] for name in sent if sent[name] != values[name]}
+        return replace(asked, **values | {"max_tokens": min(values["max_tokens"], room)}), replaced
+
+    def _new_sample(self, request: ModelRequest, digest: bytes, nth: int, index: int) -> Sample:
+        """The seed and call id of one choice: a function of `seed_parts`, the prompt, `nth` and `index` alone."""
+        noise = blake2b(digest + repr((self.seed_parts, nth, index)).encode(), digest_size=16).digest()
+        seed = int.from_bytes(noise[:8], "big") >> 1
+        if self.enforced is None and request.params.seed is not None:
+            seed = (request.params.seed + index) % 2**63
+        return Sample(noise[8:].hex(), seed)
+
+    # ---- generation, and what is recorded of it ----
+
+    def _stream(self, flight: Flight) -> Stream:
+        """A fresh reader of one choice's tokens."""
+        return self.renderer.stream(flight.tools, flight.params.stop, raw=flight.request.messages is None)
+
+    async def _answer(self, flight: Flight) -> ModelReply:
+        """Sample all choices at once. They are recorded together when all are there, or as aborted."""
+        jobs = [asyncio.create_task(self._generate(flight, index)) for index in range(len(flight.samples))]
+        choices: list[Choice] = []
+        try:
+            completions = await asyncio.gather(*jobs)
+            assert not flight.aborted, "the engine swallowed a cancellation"
+            choices = [self._record(flight, index, completion) for index, completion in enumerate(completions)]
+        finally:
+            for job in jobs:
+                job.cancel()
+            if not choices:
+                self._abort(flight)
+        return ModelReply(flight.reply_id, self.model, int(self.clock()), flight.prompt_ids, choices, flight.overridden)
+
+    async def _generate(self, flight: Flight, index: int) -> Completion:
+        completion = await self.engine.generate(
+            flight.prompt_ids,
+            flight.params,
+            flight.samples[index].seed,
+            stop=self.renderer.stop_check(flight.params.stop),
+            on_token=lambda token: flight.token(index, token),
+        )
+        if completion.finish_reason == "abort" or not completion.token_ids:
+            raise EngineError("The engine ended a call without an answer.")
+        flight.finish(index, completion)
+        return completion
+
+    def _record(self, flight: Flight, index: int, completion: Completion) -> Choice:
+        """A finished choice becomes a node of the token tree, a step, and an answer that requests can continue."""
+        call_id, request, parent = flight.samples[index].call_id, flight.request, flight.match.parent
+        stream = self._stream(flight)
+        for token in completion.token_ids:
+            stream.push(token)
+        stream.finish()
+        message = stream.message()
+        message = replace(message, tool_calls=with_ids(message.tool_calls, call_id))
+        reason = "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
+        node = self.tree.add(flight.prompt_ids, completion, call_id, parent.node if parent else None)
+        answer = Answer(call_id, node, flight.tools, message)
+        if request.messages is None:
+            self._raw.append(answer)
+        else:
+            self._conversations.record(request.messages, answer)
+        self._arrival[call_id] = (flight.arrival, index)
+        step = Step(
+            id=call_id,
+            messages=flight.match.added,
+            parent=parent.call_id if parent else None,
+            response=message,
+            node=node,
+            prompt_length=len(flight.prompt_ids),
+            response_length=len(completion.token_ids),
+            finish_reason=reason,
+            weight_version=completion.weight_version,
+        )
+        insort(self.steps, step, key=lambda step: self._arrival[step.id])
+        self.tokens_used += len(flight.prompt_ids) + len(completion.token_ids)
+        self.counters["truncated"] += completion.finish_reason == "length"
+        self.counters["malformed_tool_calls"] += message.malformed
+        return Choice(index, call_id, message, completion, reason)
+
+    def _abort(self, flight: Flight) -> None:
+        """Cancel it, record what was sampled as aborted, and forget the request: sent again, it gets the same seeds."""
+        if flight.aborted:
+            return
+        flight.aborted = True
+        if flight.task is not None and flight.task is not asyncio.current_task():
+            flight.task.cancel()
+        self._flights = [known for known in self._flights if known is not flight]
+        digest, nth = flight.nth
+        self._sent[digest].discard(nth)
+        self.counters["aborted"] += len(flight.samples)
+        parent = flight.match.parent
+        for sample in flight.samples:
+            ids, logprobs = [token.id for token in sample.tokens], [token.logprob for token in sample.tokens]
+            self.tokens_used += len(flight.prompt_ids) + len(ids)
+            if ids:
+                partial = Completion(ids, logprobs, "abort", ABORTED_VERSION, flight.params.temperature)
+                self.tree.add(flight.prompt_ids, partial, sample.call_id, parent.node if parent else None)
+
+
+class Sessions:
+    """The sessions of one endpoint, by id. `defaults` are fields that every new Session gets."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, model: str, **defaults: Any):
+        self.engine, self.renderer, self.model, self.defaults = engine, renderer, model, defaults
+        self._open: dict[str, Session] = {}
+        self._closed: set[str] = set()
+        self._shared: Session | None = None
+        self._shared_count = 0
+
+    def create(self, id: str, *, key: str | None = None, **settings: Any) -> Session:
+        """A new session; `settings` are fields of Session. The key is random if none is given."""
+        assert id not in self._open, f"session {id!r} is open already"
+        self._open[id] = self._new(id, key or secrets.token_urlsafe(24), settings)
+        self._closed.discard(id)
+        return self._open[id]
+
+    def create_open(self, key: str) -> Session:
+        """The session of calls that name none, shared by the bearers of `key`; a fresh one when it has grown large."""
+        if self._shared is None or self._shared.tokens_used > SHARED_TOKENS:
+            settings = {"seed_parts": ("shared", self._shared_count), "max_calls": sys.maxsize}
+            self._shared = self._new("shared", key, settings)
+            self._shared_count += 1
+        return self._shared
+
+    def _new(self, id: str, key: str, settings: Mapping[str, Any]) -> Session:
+        return Session(id, key, self.engine, self.renderer, self.model, **{**self.defaults, **settings})
+
+    def get(self, id: str) -> Session:
+        """The open session. Raises SessionClosed for one that was closed, UnknownSession for one that never was."""
+        if id in self._closed:
+            raise SessionClosed(f"Session {id!r} has ended: late calls are refused.")
+        if id not in self._open:
+            raise UnknownSession(f"There is no session {id[:200]!r}.")
+        return self._open[id]
+
+    def close(self, id: str) -> None:
+        """Close the session and forget all but its id. Closing twice is fine."""
+        session = self._open.pop(id, None)
+        if session is not None:
+            session.close()
+            self._closed.add(id)
+
+    def close_all(self) -> None:
+        """Close every open session, the shared one too."""
+        for id in list(self._open):
+            self.close(id)
+        if self._shared is not None:
+            self._shared.close()
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._open
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._open.values()))
