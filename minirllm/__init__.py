@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minirllm.config import Config
     from minirllm.flow import evaluator, rollout
-    from minirllm.train import AgentTrainer
+    from minirllm.agent_trainer import AgentTrainer
     from minirllm.types import (
         AgentConfig,
         Episode,
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AgentConfig": "types",
-    "AgentTrainer": "train",
+    "AgentTrainer": "agent_trainer",
     "Config": "config",
     "Episode": "types",
     "EvalOutput": "types",

@@ -53,14 +53,33 @@ class EvalResult:
         """Plain values, without the episodes."""
         return {name: value for name, value in vars(self).items() if name != "episodes"}
 
+    def metrics(self) -> dict[str, float]:
+        """The figures a training run puts into its metrics row. NaN where nothing could be graded."""
+        low, high = self.reward_interval or (math.nan, math.nan)
+        return {
+            "eval_reward": math.nan if self.reward_mean is None else self.reward_mean,
+            "eval_low": low,
+            "eval_high": high,
+            "eval_pass": self.pass_at[1],
+            "eval_without_reward": float(self.tasks * self.rollouts - self.graded),
+        }
+
     def __str__(self) -> str:
         low, high = self.pass_at_1_interval
         parts = [f"pass@1 {self.pass_at[1]:.3f} [{low:.3f}, {high:.3f}]"]
-        parts += [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items() if k > 1 and (k & (k - 1) == 0 or k == self.rollouts)]
+        parts += [
+            f"pass@{k} {value:.3f}"
+            for k, value in self.pass_at.items()
+            if k > 1 and (k & (k - 1) == 0 or k == self.rollouts)
+        ]
         if self.reward_mean is not None and self.reward_interval is not None:
-            parts.append(f"mean reward {self.reward_mean:.3f} [{self.reward_interval[0]:.3f}, {self.reward_interval[1]:.3f}]")
+            parts.append(
+                f"mean reward {self.reward_mean:.3f} [{self.reward_interval[0]:.3f}, {self.reward_interval[1]:.3f}]"
+            )
         parts.append(f"{self.tasks} tasks x {self.rollouts}, {self.graded} graded")
-        parts += [f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()]
+        parts += [
+            f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()
+        ]
         return ", ".join(parts)
 
 
@@ -75,7 +94,9 @@ async def evaluate(
 ) -> EvalResult:
     """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` (one rollout a line) and ``summary.json``."""
     if n < 1 or not tasks:
-        raise UserError(f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts.")
+        raise UserError(
+            f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts."
+        )
     jobs = [Job(task, index, step, True) for task in tasks for index in range(n)]
     episodes = await runner.run_many(jobs, on_done)
     result = summarise(episodes, n, runner.config.seed)
@@ -85,7 +106,13 @@ async def evaluate(
 
 
 def run(
-    task: TaskModule, config: Config, *, n: int = 1, split: str = "held_out", checkpoint: Path | None = None, output: Path | None = None
+    task: TaskModule,
+    config: Config,
+    *,
+    n: int = 1,
+    split: str = "held_out",
+    checkpoint: Path | None = None,
+    output: Path | None = None,
 ) -> EvalResult:
     """Evaluate a model as it is, or with the weights of `checkpoint`, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
 
@@ -189,4 +216,3 @@ def item(episode: Episode) -> dict[str, Any]:
 
 def _count(episodes: Any) -> dict[str, int]:
     return dict(sorted(Counter(episode.termination_reason.value for episode in episodes).items()))
-

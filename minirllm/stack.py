@@ -58,7 +58,7 @@ async def serving(
     loaded = models.load(config.model, device, progress=say)
     policy = Policy(loaded.model, loaded.tokenizer, config)
     engine = engine_class(config.engine)(policy, config)
-    renderer = Renderer(loaded.tokenizer, config.history, policy.eos_ids)
+    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids))
     if weights is not None:
         await policy.run(policy.load_weights, _checkpoint(weights))
     model_id = loaded.name.rstrip("/").rpartition("/")[2]
@@ -68,7 +68,9 @@ async def serving(
     def outside() -> Session:  # one for each call: a shared one would remember everybody's tokens for ever
         return Session("open", open_key or "", engine, renderer, model_id, **settings)
 
-    server = Server(build_app(sessions, model=model_id, serve_session=outside if open_key else None, admin_key=open_key or ""))
+    server = Server(
+        build_app(sessions, model=model_id, serve_session=outside if open_key else None, admin_key=open_key or "")
+    )
     try:
         await engine.start()
         facts = {
@@ -88,7 +90,9 @@ async def serving(
         policy.close()
 
 
-def serve(config: Config, *, host: str, port: int, key: str, checkpoint: Path | None, ready: Callable[[str], None]) -> None:
+def serve(
+    config: Config, *, host: str, port: int, key: str, checkpoint: Path | None, ready: Callable[[str], None]
+) -> None:
     """Serve until interrupted; `ready` hears the base URL (with ``/v1``) once it answers."""
 
     async def forever() -> None:
@@ -114,7 +118,9 @@ def engine_class(name: str) -> Callable[[Policy, Config], Engine]:
     """The engine of that name in `ENGINES`, or ``module:attr``. Raises ConfigError."""
     module, colon, attribute = ENGINES.get(name, name).partition(":")
     if not colon:
-        raise ConfigError(f"There is no engine {name!r}{nearest(name, list(ENGINES))}: use {', '.join(ENGINES)}, or module:attr.")
+        raise ConfigError(
+            f"There is no engine {name!r}{nearest(name, list(ENGINES))}: use {', '.join(ENGINES)}, or module:attr."
+        )
     try:
         found: Callable[[Policy, Config], Engine] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

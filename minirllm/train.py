@@ -1,8 +1,8 @@
 """The page: tasks, rollouts, advantages, update, log, evaluate, save. Read it from top to bottom.
 
 Owns: the order of things in a run. Every noun is a module of its own: rollouts run agents against the endpoint, batch
-turns graded episodes into token forests, the trainer makes one optimizer step of them. This page speaks episodes, forests
-and metrics; it knows no tensors and no HTTP.
+turns graded episodes into token forests, the trainer makes one optimizer step of them. This page speaks episodes,
+forests and metrics; it knows no tensors and no HTTP.
 
     minirllm train tasks/first_letter.py          python -m minirllm.train tasks/first_letter.py
 """
@@ -13,17 +13,16 @@ import asyncio
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minirllm import algorithms, batch, checkpoint, evaluate, flow
-from minirllm.config import Config, from_mapping
-from minirllm.errors import CheckpointError, UserError
+from minirllm import algorithms, batch, checkpoint, evaluate
+from minirllm.config import Config
+from minirllm.errors import CheckpointError
 from minirllm.flow import TaskModule
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
@@ -32,18 +31,22 @@ from minirllm.store import EpisodeStore
 from minirllm.trainer import Trainer
 from minirllm.types import Episode, Task
 
-Dataset = Sequence[Task] | Callable[[Config], Iterable[Task]]
-
 
 async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train, writing ``runs_dir/run``; returns the last metrics row. Raises UserError for what the user can mend."""
-    algorithm = algorithms.load(config.algorithm)
+    algorithm = algorithms.create(config.algorithm)
     algorithm.validate(config)
     tasks, held_out = task.train(config), task.held_out(config)[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
     with RunLog(folder, config, resume=resume, quiet=quiet) as log:
         async with serving(config, say=log.say) as stack:
-            log.manifest(**stack.facts, task=task.name, task_file=str(task.path or ""), data_revision=task.data_revision, seed=config.seed)
+            log.manifest(
+                **stack.facts,
+                task=task.name,
+                task_file=str(task.path or ""),
+                data_revision=task.data_revision,
+                seed=config.seed,
+            )
             runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
             try:
@@ -72,7 +75,9 @@ class _Run:
 
             episodes = await self.rollouts(step, tasks)  # agents talk to the endpoint; every call is captured
             generated = time.perf_counter()
-            learned = batch.build(episodes, config, self.trainer.algorithm, self.stack.policy.version)  # advantages, forests
+            learned = batch.build(
+                episodes, config, self.trainer.algorithm, self.stack.policy.version
+            )  # advantages, forests
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
@@ -98,8 +103,10 @@ class _Run:
         return row
 
     async def rollouts(self, step: int, tasks: list[Task]) -> list[Episode]:
-        """`group_size` episodes of each of the step's tasks, in task order; those a killed run had finished are not run again."""
-        wanted = [Job(task, i, step) for task in schedule(tasks, self.config, step) for i in range(self.config.group_size)]
+        """`group_size` episodes of each of the step's tasks, in task order; what a killed run had finished is kept."""
+        wanted = [
+            Job(task, i, step) for task in schedule(tasks, self.config, step) for i in range(self.config.group_size)
+        ]
         finished = await asyncio.to_thread(self.store.finished, step)
         missing = [job for job in wanted if (job.task.id, job.rollout_idx) not in finished]
         with ThreadPoolExecutor(1, "store") as writer:  # one thread: whole lines, in the order in which episodes end
@@ -127,15 +134,7 @@ class _Run:
         result = await evaluate.evaluate(self.runner, held_out, on_done=tick)
         if result.reward_mean is not None and result.reward_mean > self.best["reward"]:
             self.best = {"step": step, "reward": result.reward_mean}
-        low, high = result.reward_interval or (float("nan"), float("nan"))
-        return {
-            "eval_reward": float("nan") if result.reward_mean is None else result.reward_mean,
-            "eval_low": low,
-            "eval_high": high,
-            "eval_pass": result.pass_at[1],
-            "eval_without_reward": float(len(held_out) - result.graded),
-            "seconds_eval": time.perf_counter() - began,
-        }
+        return {**result.metrics(), "seconds_eval": time.perf_counter() - began}
 
     def progress(self, phase: str, done: int, total: int, episodes: Iterable[Episode]) -> None:
         tokens = int(sum(episode.metrics.get("response_tokens", 0.0) for episode in episodes))
@@ -160,9 +159,15 @@ class _Run:
         if path is not None:
             extra = await self.stack.policy.run(checkpoint.load, path, self.stack.policy, self.trainer)
             if extra["seed"] != self.config.seed:
-                raise CheckpointError(f"{path} belongs to seed {extra['seed']}, not {self.config.seed}: resume with the seed it began with.")
+                raise CheckpointError(
+                    f"{path} belongs to seed {extra['seed']}, not {self.config.seed}: resume with its own seed."
+                )
             done, self.best = extra["step"], extra["best"]
-        self.log.say(f"Resuming after step {done} of {self.config.steps}." if done else "There is no checkpoint yet: starting from step 1.")
+        self.log.say(
+            f"Resuming after step {done} of {self.config.steps}."
+            if done
+            else "There is no checkpoint yet: starting from step 1."
+        )
         await asyncio.to_thread(self.log.rewind, done if done else -1)
         return done
 
@@ -178,34 +183,6 @@ def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
 def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """`train` for callers without an event loop."""
     return asyncio.run(train(task, config, resume=resume, quiet=quiet))
-
-
-class AgentTrainer:
-    """rLLM's entry point: an agent, a grader, two datasets (lists of Task, or functions of the Config), one call."""
-
-    def __init__(
-        self,
-        agent_flow: Any,
-        evaluator: Any,
-        config: Config | Mapping[str, Any] | None = None,
-        train_dataset: Dataset = (),
-        val_dataset: Dataset = (),
-    ):
-        """Raises ConfigError for an unknown option, TaskError for a dataset or function that cannot be used."""
-        chosen = config if isinstance(config, Config) else from_mapping(config or {})
-        self.config = chosen if val_dataset else replace(chosen, eval_tasks=0)
-        agent, train_tasks, val_tasks = flow.rollout(agent_flow), train_dataset, val_dataset
-        self.task = TaskModule(
-            agent.name,
-            agent,
-            flow.evaluator(evaluator),
-            lambda config: train_tasks(config) if callable(train_tasks) else train_tasks,
-            lambda config: val_tasks(config) if callable(val_tasks) else val_tasks,
-        )
-
-    def train(self, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-        """Blocks until the run is done; returns its last metrics row."""
-        return run(self.task, self.config, resume=resume, quiet=quiet)
 
 
 if __name__ == "__main__":  # the command line with its options, without importing the row below this one
