@@ -17,8 +17,7 @@ from minirllm.template import ChatTemplate
 from minirllm.tool_syntax import SYNTAXES, THINK_CLOSE, THINK_OPEN, Tools, TurnReader, same_call
 from minirllm.types import Delta, Message, StopCheck
 
-# Templates write or leave out this beginning of a turn depending on what follows; the sampled turn has its own.
-_THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*({THINK_CLOSE}\s*)?$")
+_THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE})?$")
 _INCOMPLETE = "\ufffd"  # how `decode` shows the first bytes of a character whose rest has not come yet
 
 
@@ -116,9 +115,9 @@ class Renderer:
         masked, words = self._template.masked(messages, len(so_far), tools)
         before = _pieces(self._template.render(masked[: len(so_far) - 1], tools, mark=mark), words[:-1])
         after = _pieces(self._template.render(masked, tools, mark=mark), words)
-        if not before or not after or before != after[:-1]:
+        if not before or not after or list(map(_without_header, before)) != list(map(_without_header, after[:-1])):
             return None
-        head = list(self._encode_cached(before[0], mark))
+        head = list(self._encode_cached(_without_header(before[0]), mark))
         while head and head[-1] not in self._added:  # what follows the last special token may merge with the turn
             head.pop()
         tail = self._encode_marked(after[-1].lstrip(), mark)
@@ -242,14 +241,19 @@ class Stream:
 
 
 def _pieces(text: str, words: Sequence[str]) -> list[str]:
-    """The text between the words, without what a template writes at the beginning of a turn's reasoning.
-
-    Empty when a word is missing, doubled or out of order.
-    """
+    """The text between the words; empty when a word is missing, doubled or out of order."""
     pieces = []
     for word in words:
         if text.count(word) != 1:
             return []
         piece, _, text = text.partition(word)
         pieces.append(piece)
-    return [_THINK_HEADER.sub("", piece) for piece in (*pieces, text)]
+    return [*pieces, text]
+
+
+def _without_header(piece: str) -> str:
+    """Without the white space and reasoning tags that templates write, or leave out, at the beginning of a turn.
+
+    Which of them depends on what follows; the sampled turn has its own.
+    """
+    return _THINK_HEADER.sub("", piece.rstrip()).rstrip()

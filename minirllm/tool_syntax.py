@@ -191,8 +191,7 @@ def _write_mistral(calls: Sequence[ToolCall]) -> str:
     return f"[TOOL_CALLS][{', '.join(_object(call, 'arguments') for call in calls)}]"
 
 
-# Tried in this order against what a chat template writes; the first that reads it back is taken.
-SYNTAXES: dict[str, ToolSyntax] = {
+SYNTAXES: dict[str, ToolSyntax] = {  # the first that reads back what a chat template writes is taken
     "hermes": ToolSyntax(("<tool_call>",), "</tool_call>", read_json, _write_hermes),
     "qwen3_xml": ToolSyntax(("<tool_call>",), "</tool_call>", _read_xml, _write_xml),
     "mistral": ToolSyntax(("[TOOL_CALLS]",), None, _read_mistral, _write_mistral, inner=("[ARGS]", "[CALL_ID]")),
@@ -241,7 +240,7 @@ class TurnReader:
     def __init__(
         self, syntax: ToolSyntax | None, tools: Tools = (), stops: Sequence[str] = (), thinking: bool | None = False
     ):
-        """`thinking`: the turn begins inside the reasoning; None: reasoning is not told apart from text."""
+        """`thinking`: the turn begins inside the reasoning; None: reasoning is text like any other."""
         self._syntax = syntax
         self._tools = tools
         self._stops = tuple(stop for stop in stops if stop)
@@ -249,7 +248,7 @@ class TurnReader:
         self.malformed = False
         self._held = ""  # may be the beginning of a stop string
         self._buffer = ""  # not yet decided what it is
-        self._state = self._reasoning if thinking else self._content if thinking is None else self._start
+        self._state = {None: self._content, False: self._start, True: self._reasoning}[thinking]
         self._trim = False  # white space at the beginning of the buffer does not count
         self._gap = ""  # white space between the content and a call's marker
         self._marker = ""
