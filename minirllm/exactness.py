@@ -15,7 +15,9 @@ from minirllm import attention
 ROW_MULTIPLES = (4, 8, 16)  # tried in this order; larger ones cost more padding
 PROMPT, BRANCHES = attention.TILE + 21, (9, 1, 2, 5, 14)  # token counts: the prompt crosses a tile edge
 
-Forward = Callable[[torch.Tensor, torch.Tensor, attention.Layout], torch.Tensor]  # (token_T, position_T, layout) -> hidden [T, E]
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, attention.Layout], torch.Tensor
+]  # (token_T, position_T, layout) -> hidden [T, E]
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [N, E] -> logits [N, V]
 
 
@@ -27,7 +29,13 @@ class _Cached:
         self.counts: Sequence[int] = ()  # new tokens of each sequence in this forward
 
     def attend(
-        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         out, at = [], 0
         for past, count in zip(self.keys, self.counts, strict=True):
@@ -43,13 +51,17 @@ class _Cached:
 
 @torch.no_grad()
 def is_exact(forward: Forward, head: Head, vocab_size: int, device: torch.device) -> bool:
-    """True when one sequence alone, in a shared-prefix forest, and decoded token by token beside others gives equal bits."""
+    """True when a sequence has the same bits alone, in a forest, and decoded token by token beside others."""
     generator = torch.Generator().manual_seed(0)
-    prompt, *branches = [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in (PROMPT, *BRANCHES)]
+    prompt, *branches = [
+        torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in (PROMPT, *BRANCHES)
+    ]
     alone = []
     for branch in branches:
         ids = torch.cat([prompt, branch])
-        alone.append(forward(ids, torch.arange(len(ids), device=device), attention.ForestLayout([[(0, len(ids))]]))[PROMPT:])
+        alone.append(
+            forward(ids, torch.arange(len(ids), device=device), attention.ForestLayout([[(0, len(ids))]]))[PROMPT:]
+        )
     hidden_NE = torch.cat(alone)
     logits_NV = head(hidden_NE)
     if any(not torch.equal(head(hidden_NE[:n]), logits_NV[:n]) for n in range(1, len(hidden_NE))):
@@ -81,7 +93,7 @@ def is_exact(forward: Forward, head: Head, vocab_size: int, device: torch.device
 
 
 def find_row_multiple(forward: Forward, head: Head, vocab_size: int, device: torch.device) -> int | None:
-    """The smallest of `ROW_MULTIPLES` at which the model is exact, set in `attention`; None (and the first one set) if there is none."""
+    """The smallest of `ROW_MULTIPLES` that is exact, set in `attention`; None, and the first one set, if there is none."""
     for multiple in ROW_MULTIPLES:
         attention.ROW_MULTIPLE = multiple
         if is_exact(forward, head, vocab_size, device):

@@ -1,7 +1,7 @@
 """The one copy of the weights: forward, head, logprobs, adapter, version, and the one thread that runs torch.
 
-Owns: the Hugging Face module, LoRA or full parameters, the device lane, the determinism level. The engine and the trainer
-meet only here. Does not know: text, sessions, slots, losses.
+Owns: the Hugging Face module, LoRA or full parameters, the device lane, the determinism level. The engine and the
+trainer meet only here. Does not know: text, sessions, slots, losses.
 
 Legend: T packed tokens, N scored tokens, E hidden size, V vocabulary.
 """
@@ -42,7 +42,13 @@ class _Padded:
         self.layout, self.tokens = layout, tokens
 
     def attend(
-        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         T = self.tokens
         out = self.layout.attend(layer, q_HTD[:, :T], k_KTD[:, :T], v_KTD[:, :T], scaling, window)
@@ -58,7 +64,9 @@ class Policy:
         self.tokenizer, self.config = tokenizer, config
         self.device = next(model.parameters()).device
         self.version = 0
-        small = sum(p.numel() for p in model.parameters()) < 20_000_000  # there, waking a second thread costs more than it brings
+        small = (
+            sum(p.numel() for p in model.parameters()) < 20_000_000
+        )  # there, waking a second thread costs more than it brings
         self.threads = config.threads or (1 if small else min(2, os.cpu_count() or 1))
         self._lane = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(self.threads,))
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", config.max_context))
@@ -68,7 +76,9 @@ class Policy:
         self._decoder, self._head = base.get_decoder(), base.get_output_embeddings()
         self._softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self.vocab_size = int(self._head.weight.shape[0])
-        self._reference = self._lane.submit(self._frozen_copy).result() if config.kl_beta and not config.lora_rank else None
+        self._reference = (
+            self._lane.submit(self._frozen_copy).result() if config.kl_beta and not config.lora_rank else None
+        )
         self.level = self._lane.submit(self._probe).result()
 
     # -- the device lane ------------------------------------------------------------------------------------------
@@ -95,7 +105,9 @@ class Policy:
         return self._decoder(
             input_ids=F.pad(token_T, (0, pad))[None],
             position_ids=F.pad(position_T, (0, pad))[None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),  # given so that none is built; never read
+            attention_mask=torch.ones(
+                1, 1, 1, 1, dtype=torch.bool, device=self.device
+            ),  # given so that none is built; never read
             layout=_Padded(layout, T) if pad else layout,
             use_cache=False,
         ).last_hidden_state[0, :T]
@@ -109,14 +121,15 @@ class Policy:
 
     @staticmethod
     def logprobs(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
-        """Log-softmax after temperature, ``[N, V]``: the same operation in the sampler and in the trainer. Temperature 0 reads as 1."""
+        """Log-softmax after temperature, ``[N, V]``: the same in sampler and trainer. Temperature 0 is 1."""
         divisor_N = torch.where(temperature_N > 0, temperature_N, torch.ones_like(temperature_N))
         return F.log_softmax(logits_NV / divisor_N[:, None], -1)
 
     def score(self, forest: Forest, reference: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, 0 elsewhere.
+        """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, else 0.
 
-        The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without gradient."""
+        The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without
+        gradient."""
         token_T = torch.from_numpy(forest.token_T).to(self.device)
         position_T = torch.from_numpy(forest.position_T).to(self.device)
         at_N = torch.from_numpy(forest.trained_T.nonzero()[0]).to(self.device)
@@ -129,14 +142,23 @@ class Policy:
             for a in range(0, len(at_N), HEAD_CHUNK):
                 chunk = slice(a, a + HEAD_CHUNK)
                 args = (hidden_TE[parent_N[chunk]], token_T[at_N[chunk]], temperature_N[chunk])
-                pieces.append(checkpoint(self._score_rows, *args, use_reentrant=False) if torch.is_grad_enabled() else self._score_rows(*args))
-        logprob_T, entropy_T = torch.zeros(len(token_T), device=self.device), torch.zeros(len(token_T), device=self.device)
+                pieces.append(
+                    checkpoint(self._score_rows, *args, use_reentrant=False)
+                    if torch.is_grad_enabled()
+                    else self._score_rows(*args)
+                )
+        logprob_T, entropy_T = (
+            torch.zeros(len(token_T), device=self.device),
+            torch.zeros(len(token_T), device=self.device),
+        )
         if pieces:
             logprob_T = logprob_T.index_put((at_N,), torch.cat([p[0] for p in pieces]))
             entropy_T[at_N] = torch.cat([p[1] for p in pieces])
         return logprob_T, entropy_T
 
-    def _score_rows(self, hidden_NE: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_rows(
+        self, hidden_NE: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprob_NV = self.logprobs(self.logits(hidden_NE), temperature_N)
         with torch.no_grad():
             entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
@@ -164,10 +186,12 @@ class Policy:
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:
-        """What `save` wrote, copied into the live parameters. Raises ModelError when it belongs to another model or rank."""
+        """Copies what `save` wrote into the live parameters. Raises ModelError when it is another model's or rank's."""
         path = folder / ("adapter_model.safetensors" if self.config.lora_rank else "model.safetensors")
         if not path.is_file():
-            raise ModelError(f"{folder} holds no {path.name}: it was saved with another lora_rank (now {self.config.lora_rank}).")
+            raise ModelError(
+                f"{folder} holds no {path.name}: it was saved with another lora_rank (now {self.config.lora_rank})."
+            )
         saved = load_file(path)
         for name, parameter in self.trainable().items():
             key = name.replace(".default.weight", ".weight")
@@ -182,8 +206,16 @@ class Policy:
         model.eval()  # no dropout, ever: the sampler and the trainer are one function
         if not config.lora_rank:
             return model.requires_grad_(True)
-        targets: str | list[str] = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.split(",")
-        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+        targets: str | list[str] = (
+            config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.split(",")
+        )
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=targets,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             try:
@@ -217,13 +249,18 @@ class Policy:
         position_T = torch.arange(8, device=self.device)
         layout = attention.ForestLayout([[(0, 8)]])
         try:
-            want_TV = self.model(input_ids=ids_T[None], position_ids=position_T[None], layout=layout, use_cache=False,
-                                 attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)).logits[0]  # fmt: skip
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            inputs = {"input_ids": ids_T[None], "position_ids": position_T[None], "attention_mask": mask}
+            want_TV = self.model(**inputs, layout=layout, use_cache=False).logits[0]
         except (KeyError, TypeError) as error:
-            raise ModelError(f"{type(self.model).__name__} does not pass the attention layout to its layers ({error}); use a plain decoder.") from None
+            raise ModelError(
+                f"{type(self.model).__name__} does not hand the attention layout to its layers ({error}); use another model."
+            ) from None
         got_TV = self.logits(self.hidden(ids_T, position_T, layout))
         if (got_TV - want_TV).abs().max() > (1e-3 if want_TV.dtype == torch.float32 else 0.5):
-            raise ModelError(f"{type(self.model).__name__} does more between decoder and logits than a linear head; it cannot be trained here.")
+            raise ModelError(
+                f"{type(self.model).__name__} does more between decoder and logits than a linear head; use another model."
+            )
         return self._level()
 
     def _level(self) -> str:
@@ -234,12 +271,14 @@ class Policy:
         if wanted != "fixed" and self.device.type == "cpu" and next(self.model.parameters()).dtype == torch.float32:
             exact = self._find_row_multiple() is not None
         if wanted == "exact" and not exact:
-            raise ConfigError("determinism = exact: this machine's arithmetic depends on the batch shape; use determinism = fixed or auto.")
+            raise ConfigError(
+                "determinism = exact: on this machine bits depend on the batch shape; use determinism = fixed or auto."
+            )
         return "exact" if exact else "fixed"
 
     def _find_row_multiple(self) -> int | None:
-        """Probe a few layers (all have the same shapes) with a busy adapter: a fresh one multiplies by zero, which would
-        hide its thin products."""
+        """Probe a few layers (all have the same shapes) with a busy adapter: a fresh one multiplies by zero, which
+        would hide its thin products."""
         adapter = [p for name, p in self.trainable().items() if ".lora_B." in name]
         generator = torch.Generator().manual_seed(0)
         for parameter in adapter:
