@@ -28,7 +28,9 @@ async def chat(config: AgentConfig, messages: Sequence[dict[str, Any]], **params
             f"{config.base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {config.api_key}"}
         )
     if reply.is_error:
-        raise httpx.HTTPStatusError(f"HTTP {reply.status_code}: {reply.text[:500]}", request=reply.request, response=reply)
+        raise httpx.HTTPStatusError(
+            f"HTTP {reply.status_code}: {reply.text[:500]}", request=reply.request, response=reply
+        )
     data = reply.json()
     choice = data["choices"][0]
     text = choice["message"].get("content") or ""

@@ -2,12 +2,13 @@
 
 Owns: the estimators, the result, its files. Does not know: how a rollout is run, models, torch.
 
-Every attempted rollout is in the denominator of pass@k: one that errored, timed out or could not be graded did not pass.
-Those are also counted apart by reason. The mean reward is over graded rollouts only, every task weighing the same.
+Every attempted rollout is in the denominator of pass@k: one that errored, timed out or could not be graded did not
+pass. Those are also counted apart by reason. The mean reward is over graded rollouts only, every task weighing the same.
 
-Intervals are 95 %. pass@1: Wilson's score interval (Wilson 1927) at the effective sample size ``p (1 - p) / var(p)``, where
-var(p) is the variance of the mean over tasks, since rollouts of one task are alike (all tasks at 0, or all at 1: the number
-of tasks). Mean reward: normal, over task means. With one task, both are over its rollouts and speak of that task only.
+Intervals are 95 %. pass@1: Wilson's score interval (Wilson 1927) at the effective sample size ``p (1 - p) / var(p)``,
+where var(p) is the variance of the mean over tasks, since rollouts of one task are alike (all tasks at 0, or all at 1:
+the number of tasks). Mean reward: normal, over task means. With one task, both are over its rollouts and speak of that
+task only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ERRORS = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT, Terminat
 
 @dataclass
 class EvalResult:
-    """What an evaluation found. `pass_at` maps k to pass@k; `errors` and `ungraded` map a termination reason to a count."""
+    """What an evaluation found. `pass_at` maps k to pass@k; `errors`, `ungraded` map a termination reason to a count."""
 
     tasks: int
     rollouts: int  # per task
@@ -92,7 +93,7 @@ async def evaluate(
     folder: Path | None = None,
     on_done: Callable[[Episode], None] | None = None,
 ) -> EvalResult:
-    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` (one rollout a line) and ``summary.json``."""
+    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` and ``summary.json`` there."""
     if n < 1 or not tasks:
         raise UserError(
             f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts."
@@ -114,7 +115,7 @@ def run(
     checkpoint: Path | None = None,
     output: Path | None = None,
 ) -> EvalResult:
-    """Evaluate a model as it is, or with the weights of `checkpoint`, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
+    """Evaluate a model, or `checkpoint` of it, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
 
     async def work() -> EvalResult:
         tasks = task.train(config) if split == "train" else task.held_out(config)
@@ -130,7 +131,7 @@ def run(
 
 def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
     """The result of episodes that come as `n` rollouts of the first task, then `n` of the next, and so on."""
-    assert len(episodes) % n == 0 and episodes, f"{len(episodes)} episodes are not {n} for each task"
+    assert len(episodes) in range(n, len(episodes) + 1, n), f"{len(episodes)} episodes are not {n} for each task"
     groups = [episodes[i : i + n] for i in range(0, len(episodes), n)]
     graded = [e for e in episodes if e.reward is not None]
     passed = [sum(e.is_correct and e.reward is not None for e in group) for group in groups]
@@ -159,7 +160,7 @@ def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n rollouts, drawn without replacement, hold one of the c that passed (Chen et al. 2021, arXiv:2107.03374)."""
+    """Chance that k of n rollouts, drawn without replacement, hold one of the c that passed (arXiv:2107.03374)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

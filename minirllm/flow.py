@@ -1,12 +1,11 @@
 """What a user writes, made into what the runner runs: the decorators, the accepted return types, the task file.
 
-Owns: `@rollout`, `@evaluator`, `as_episode` and `verdict` (what their functions may return), `load_task` (finding a task
-file and checking that it is whole). Does not know: models, HTTP, how an episode is run.
+Owns: `@rollout`, `@evaluator`, `as_episode` and `verdict` (what their functions may return), `load_task` (finding a
+task file and checking that it is whole). Does not know: models, HTTP, how an episode is run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -17,7 +16,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +43,7 @@ class AgentFlow:
 
 
 class Evaluator:
-    """A grader: ``fn(task, episode)``, sync or async. `timeout` (seconds) limits one grading, besides the episode's deadline."""
+    """A grader: ``fn(task, episode)``, sync or async. `timeout` (seconds) limits one call, besides the deadline."""
 
     def __init__(self, fn: Callable[..., Any], name: str, timeout: float | None = None):
         functools.update_wrapper(self, fn)
@@ -82,7 +81,9 @@ def evaluator(
 def evaluator(
     *, name: str | None = None, register: str | None = None, timeout: float | None = None
 ) -> Callable[[Callable[..., Any]], Evaluator]: ...
-def evaluator(fn: Any = None, *, name: str | None = None, register: str | None = None, timeout: float | None = None) -> Any:
+def evaluator(
+    fn: Any = None, *, name: str | None = None, register: str | None = None, timeout: float | None = None
+) -> Any:
     """Make a grader of ``fn(task, episode)``, or of an object with ``evaluate(task, episode)``.
 
     It returns an EvalOutput, a number, a bool, or (number, bool). A number alone is correct from 1.0 up. The first
@@ -137,7 +138,9 @@ def as_episode(result: Any) -> Episode:
     elif result is None:
         episode = Episode()
     else:
-        raise TypeError(f"an agent returns None, str, Trajectory, list[Trajectory] or Episode, not {type(result).__name__}")
+        raise TypeError(
+            f"an agent returns None, str, Trajectory, list[Trajectory] or Episode, not {type(result).__name__}"
+        )
     for trajectory in episode.trajectories:
         if not isinstance(trajectory, Trajectory):
             raise TypeError(f"trajectories are Trajectory objects, got {type(trajectory).__name__}")
@@ -175,9 +178,9 @@ def one_line(error: BaseException, path: Path | str | None = None) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name} line {error.lineno})"
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = traceback.StackSummary.from_list([f for f in frames if path and f.filename == str(path)] or frames)
-    return f"{text[:500]} ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else text[:500]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame in frames if path and frame[0] == str(path)] or frames
+    return f"{text[:500]} ({Path(frames[-1][0]).name} line {frames[-1][1]})" if frames else text[:500]
 
 
 def check_tasks(tasks: Any, where: str) -> list[Task]:
@@ -192,7 +195,9 @@ def check_tasks(tasks: Any, where: str) -> list[Task]:
         if not isinstance(task.id, str) or not task.id:
             raise TaskError(f"{where}: item {index} has the id {task.id!r}; an id is a non-empty string.")
         if task.id in seen:
-            raise TaskError(f"{where}: items {seen[task.id]} and {index} have the same id {task.id!r}; ids must be unique.")
+            raise TaskError(
+                f"{where}: items {seen[task.id]} and {index} have the same id {task.id!r}; ids must be unique."
+            )
         seen[task.id] = index
         checked.append(task)
     if not checked:
@@ -208,7 +213,7 @@ class TaskModule:
     flow: AgentFlow
     evaluator: Evaluator
     make_train: Callable[[Config], Iterable[Task]]
-    make_held_out: Callable[[Config], Iterable[Task]]
+    make_held_out: Callable[[Config], Iterable[Task]] | None
     path: Path | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     data_revision: str = ""
@@ -218,8 +223,26 @@ class TaskModule:
         return check_tasks(self.make_train(config), f"train(config) of task {self.name}")
 
     def held_out(self, config: Config) -> list[Task]:
-        """The tasks kept apart for evaluation, checked."""
+        """The tasks kept apart for evaluation, checked; none when a trainer was given none."""
+        if self.make_held_out is None:
+            return []
         return check_tasks(self.make_held_out(config), f"held_out(config) of task {self.name}")
+
+
+def task_of(agent_flow: Any, grader: Any, train: Any, held_out: Any = None) -> TaskModule:
+    """A task from its parts. A dataset is an iterable of Task, or a function of Config that gives one."""
+
+    def maker(dataset: Any) -> Callable[[Config], Iterable[Task]]:
+        if callable(dataset):
+            return dataset
+        kept = (
+            list(dataset) if isinstance(dataset, Iterable) and not isinstance(dataset, str | bytes | dict) else dataset
+        )
+        return lambda config: kept
+
+    flow = rollout(agent_flow)
+    none = held_out is None or (isinstance(held_out, list | tuple) and not held_out)
+    return TaskModule(flow.name, flow, evaluator(grader), maker(train), None if none else maker(held_out))
 
 
 def load_task(source: str | Path) -> TaskModule:
@@ -237,9 +260,9 @@ def load_task(source: str | Path) -> TaskModule:
     if not colon and "." not in text:
         names = task_names()
         raise TaskError(
-            f"There is no task {text!r}{nearest(text, names)}: give one of {', '.join(names)}, or a path that ends in .py."
+            f"There is no task {text!r}{nearest(text, names)}: give one of {', '.join(names)}, or a path ending in .py."
         )
-    with _as_task_error(module_name):
+    with _Loading(module_name):
         module = importlib.import_module(module_name)
     if not colon:
         return _task_module(module_name.rpartition(".")[2], vars(module), module)
@@ -268,19 +291,23 @@ def import_path(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    with _as_task_error(str(path), path):
+    with _Loading(str(path), path):
         spec.loader.exec_module(module)
     return module
 
 
-@contextlib.contextmanager
-def _as_task_error(where: str, path: Path | None = None) -> Iterator[None]:
-    try:
-        yield
-    except TaskError:
-        raise
-    except Exception as error:  # the user's file may raise anything at all
-        raise TaskError(f"Task {where} cannot be loaded: {one_line(error, path)}.") from error
+class _Loading:
+    """Whatever the user's file raises inside the block becomes a TaskError that says where."""
+
+    def __init__(self, where: str, path: Path | None = None):
+        self.where, self.path = where, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TaskError):
+            raise TaskError(f"Task {self.where} cannot be loaded: {one_line(error, self.path)}.") from error
 
 
 def _shipped() -> Any:
@@ -291,15 +318,19 @@ def _shipped() -> Any:
 
 
 def _find_name(name: str) -> TaskModule | None:
-    if name.isidentifier() and _shipped() is not None and importlib.util.find_spec(f"minirllm.tasks.{name}") is not None:
-        with _as_task_error(name):
+    if (
+        name.isidentifier()
+        and _shipped() is not None
+        and importlib.util.find_spec(f"minirllm.tasks.{name}") is not None
+    ):
+        with _Loading(name):
             module = importlib.import_module(f"minirllm.tasks.{name}")
         return _task_module(name, vars(module), module)
     if name.isidentifier() and (CHECKOUT / f"{name}.py").is_file():
         module = import_path(CHECKOUT / f"{name}.py")
         return _task_module(name, vars(module), module)
     for entry in importlib.metadata.entry_points(group="minirllm.tasks", name=name):
-        with _as_task_error(f"{name} of {entry.value}"):
+        with _Loading(f"{name} of {entry.value}"):
             loaded = entry.load()
         return _from_object(name, loaded)
     return None
@@ -335,7 +366,7 @@ def _only(kind: type, decorator: str, what: str, members: dict[str, Any], where:
     """The one decorated object; of several, the one defined in this module rather than imported into it."""
     found = {id(value): (key, value) for key, value in members.items() if isinstance(value, kind)}
     if len(found) > 1:
-        own = {i: pair for i, pair in found.items() if pair[1].fn.__module__ == members.get("__name__")}
+        own = {i: pair for i, pair in found.items() if pair[1].__module__ == members.get("__name__")}
         found = own or found
     if not found:
         raise TaskError(f"{where} has no function decorated with {decorator}; it needs {what}.")

@@ -5,7 +5,7 @@ concurrency. Does not know: HTTP, tokens, torch, what rewards are used for.
 
 One deadline covers an episode: all attempts, agent and grader. An attempt that failed in the agent (it raised, returned a
 wrong type, never called the model) is retried under a fresh session, key and seed; one that ran out of time or could not
-be graded is not. An episode without a reward always says why in `reason`.
+be graded is not. One that the endpoint stopped (context full, calls used up) is over, and graded. An episode without a reward always says why in `reason`.
 
 Sync agents run in a thread each. A thread cannot be stopped: at the deadline it is left behind, its session is closed and
 its further calls are refused. Sync evaluators run in killable processes when they can be imported there (see
@@ -20,21 +20,26 @@ import contextvars
 import hashlib
 import inspect
 import re
-import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from minirllm.config import Config
-from minirllm.errors import GradingError, GradingTimeout
+from minirllm.errors import GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, as_episode, one_line, verdict
 from minirllm.rewards.process import Graders, reference
 from minirllm.session import Session, Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
 
 RETRIED = frozenset({TerminationReason.ERROR, TerminationReason.NO_CALLS})
+FAILED = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT})  # the agent's work cannot be graded
+REFUSED = {  # an agent that stopped because the endpoint refused a call, by the error's code: it has ended, and is graded
+    "context_length_exceeded": TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
+    "insufficient_quota": TerminationReason.MAX_TURNS_EXCEEDED,
+}
 GRACE = 1.0  # seconds a cancelled agent has to clean up before it is left behind
 
 
@@ -107,40 +112,40 @@ class Runner:
 
     async def _attempt(self, job: Job, attempt: int, deadline: Deadline) -> Episode:
         began = time.monotonic()
-        session, seed_parts = self._open(job, attempt)
-        agent_config = self._agent_config(job, session, deadline)
+        session = self._open(job, attempt)
         try:
-            episode = await self._agent(job.task, agent_config, deadline)
-            _identify(episode, job, attempt, session)
-            episode.metadata |= {"step": job.step, "validation": job.validation, "seed": list(seed_parts)}
-            if episode.reason:  # failed, yet what it had done can be read
-                episode.trajectories[0].steps = list(session.steps)
-            else:
-                _join(episode, session.steps)
+            episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline)
         finally:
-            self.sessions.close(session.id)  # late calls of a thread left behind are refused
+            self.sessions.close(session.id)  # late calls, of a thread left behind say, are refused
+        _identify(episode, job, attempt, session)
+        if episode.termination_reason in FAILED or not session.steps:
+            episode.trajectories[0].steps = list(session.steps)  # what it had done can be read
+        elif problem := _join(episode, session):
+            episode.termination_reason, episode.reason = TerminationReason.ERROR, problem
+        if not session.steps and episode.termination_reason is TerminationReason.ENV_DONE:
+            episode.termination_reason = TerminationReason.NO_CALLS
+            episode.reason = "the agent never called the model at config.base_url, so there is nothing to learn from"
         episode.tree = session.tree
-        if not episode.reason:
+        if session.steps and episode.termination_reason not in FAILED:
             await self._grade(job.task, episode, deadline)
         _measure(episode, session, time.monotonic() - began)
         return episode
 
-    def _open(self, job: Job, attempt: int) -> tuple[Session, tuple[str | int, ...]]:
+    def _open(self, job: Job, attempt: int) -> Session:
         """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step.
 
         Evaluations before and after an update share their noise, so that their difference is not noise.
         """
-        split = "eval" if job.validation else "train"
-        seed_parts = (self.config.seed, split, 0 if job.validation else job.step, job.task.id, job.rollout_idx, attempt)
-        session = self.sessions.create(
+        split, config = "eval" if job.validation else "train", self.config
+        return self.sessions.create(
             f"{split}{job.step}:{_slug(job.task.id)}:{job.rollout_idx}:{attempt}",
-            key=secrets.token_urlsafe(24),
-            seed_parts=seed_parts,
-            enforced=None if job.validation else SamplingParams(temperature=self.config.temperature),
+            seed_parts=(config.seed, split, 0 if job.validation else job.step, job.task.id, job.rollout_idx, attempt),
+            enforced=None if job.validation else SamplingParams(temperature=config.temperature),
+            default_temperature=config.eval_temperature,
         )
-        return session, seed_parts
 
     def _agent_config(self, job: Job, session: Session, deadline: Deadline) -> AgentConfig:
+        temperature = self.config.eval_temperature if job.validation else self.config.temperature
         return AgentConfig(
             base_url=f"{self.base_url}/sessions/{quote(session.id, safe='')}/v1",
             model=session.model,
@@ -148,24 +153,24 @@ class Runner:
             session_uid=session.id,
             metadata={"timeout": deadline.remaining(), "rollout_idx": job.rollout_idx, "step": job.step},
             is_validation=job.validation,
+            sampling_params={"temperature": temperature},
         )
 
     async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline) -> Episode:
-        """What the agent returned, or why it did not. The one place where an agent's failure becomes data."""
+        """What the agent returned, or why it did not. Here an agent's failure becomes data."""
 
         async def work() -> Episode:
             try:
                 result = self.flow(task, config) if self.flow.is_async else await _in_thread(self.flow, task, config)
                 return as_episode(await result if inspect.isawaitable(result) else result)
             except (Exception, SystemExit) as error:
-                reason = "agent failed: " + one_line(error, _file(self.flow.fn))
-                return Episode(trajectories=[Trajectory()], termination_reason=TerminationReason.ERROR, reason=reason)
+                why = next((reason for code, reason in REFUSED.items() if code in str(error)), TerminationReason.ERROR)
+                return _failed(why, "agent failed: " + one_line(error, _file(self.flow.fn)))
 
         try:
             return await _within(work(), deadline.remaining())
         except TimeoutError:
-            reason = f"agent did not end within {deadline.seconds:.3g} s"
-            return Episode(trajectories=[Trajectory()], termination_reason=TerminationReason.TIMEOUT, reason=reason)
+            return _failed(TerminationReason.TIMEOUT, f"agent did not end within {deadline.seconds:.3g} s")
 
     async def _grade(self, task: Task, episode: Episode, deadline: Deadline) -> None:
         """Fills in the verdict, or why there is none."""
@@ -173,7 +178,9 @@ class Runner:
             output = await self._verdict(task, episode, deadline)
         except GradingError as error:
             timed_out = isinstance(error, GradingTimeout)
-            episode.termination_reason = TerminationReason.GRADING_TIMEOUT if timed_out else TerminationReason.GRADING_ERROR
+            episode.termination_reason = (
+                TerminationReason.GRADING_TIMEOUT if timed_out else TerminationReason.GRADING_ERROR
+            )
             episode.reason = str(error)
             return
         episode.reward, episode.is_correct = output.reward, output.is_correct and output.reward is not None
@@ -257,61 +264,54 @@ def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
     return future
 
 
+def _failed(why: TerminationReason, reason: str) -> Episode:
+    return Episode(trajectories=[Trajectory()], termination_reason=why, reason=reason)
+
+
 def _identify(episode: Episode, job: Job, attempt: int, session: Session) -> None:
     episode.id = f"{job.task.id}:{job.rollout_idx}"
     episode.task, episode.task_id = job.task, job.task.id
     episode.rollout_idx, episode.attempt, episode.session_id = job.rollout_idx, attempt, session.id
     episode.reward, episode.is_correct = None, False  # an evaluator's to say
+    episode.metadata |= {"step": job.step, "validation": job.validation, "seed": list(session.seed_parts)}
 
 
-def _join(episode: Episode, captured: Sequence[Step]) -> None:
-    """Fill the agent's steps from the captured calls, by call id. On a mistake sets `reason`.
+def _join(episode: Episode, session: Session) -> str:
+    """Fill the agent's steps from the captured calls, by call id. Returns what is wrong, or nothing.
 
     A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward ...)
-    in call order. Token ids never depend on this order.
+    in call order. Which tokens are trained on never depends on this order.
     """
-    if not captured:
-        _fail(episode, TerminationReason.NO_CALLS, "the agent never called the model at config.base_url: there is nothing to learn from")
-        return
-    calls = {step.id: step for step in captured}
-    first = episode.trajectories[0]
+    first, captured = episode.trajectories[0], session.steps
     if len(episode.trajectories) == 1 and not any(step.id for step in first.steps):
         if first.steps and len(first.steps) != len(captured):
             counts = f"{len(first.steps)} steps without ids for {len(captured)} model calls"
-            _fail(episode, TerminationReason.ERROR, f"the agent returned {counts}: give each Step(id=response.id), or no steps")
-            return
-        labels = first.steps or [Step() for _ in captured]
-        first.steps = [_fill(label, step) for label, step in zip(labels, captured, strict=True)]
-        return
+            return f"the agent returned {counts}: give each Step(id=response.id), or no steps"
+        first.steps = [_fill(*pair) for pair in zip(first.steps or [Step() for _ in captured], captured, strict=True)]
+        return ""
+    owner: dict[str, str] = {}
     for trajectory in episode.trajectories:
         if not trajectory.steps:
-            hint = "with several trajectories each needs its steps, as Step(id=response.id)"
-            _fail(episode, TerminationReason.ERROR, f"trajectory {trajectory.name!r} has no steps: {hint}")
-            return
-        for index, label in enumerate(trajectory.steps):
-            call = calls.pop(_call_id(label.id), None)
-            if call is None:
-                why = "is claimed twice" if any(label.id and _call_id(label.id) == s.id for s in captured) else "is no call of this session"
-                _fail(episode, TerminationReason.ERROR, f"step {index} of trajectory {trajectory.name!r}: id {label.id!r} {why}; give Step(id=response.id)")
-                return
-            trajectory.steps[index] = _fill(label, call)
-    episode.metrics["unclaimed_calls"] = float(len(calls))
-
-
-def _fail(episode: Episode, why: TerminationReason, reason: str) -> None:
-    episode.termination_reason, episode.reason = why, reason
-
-
-def _call_id(response_id: str) -> str:
-    """The call id in a response's id: dialects put a prefix before it."""
-    return response_id.rpartition("-")[2]
+            return f"trajectory {trajectory.name!r} has no steps: with several trajectories each needs its own, as Step(id=response.id)"
+        try:
+            calls = session.claim(step.id for step in trajectory.steps)
+        except UserError as error:
+            return f"trajectory {trajectory.name!r}: {error}"
+        for call in calls:
+            if call.id in owner:
+                return f"call {call.id} is in trajectory {owner[call.id]!r} and again in {trajectory.name!r}: each call belongs in one place"
+            owner[call.id] = trajectory.name
+        trajectory.steps = [_fill(*pair) for pair in zip(trajectory.steps, calls, strict=True)]
+    episode.metrics["unclaimed_calls"] = float(len(captured) - len(owner))
+    return ""
 
 
 def _fill(label: Step, call: Step) -> Step:
     """The captured call with what the agent said about it."""
-    call.input, call.output, call.action = label.input, label.output, label.action
-    call.reward, call.done, call.metadata = label.reward, label.done, {**call.metadata, **label.metadata}
-    return call
+    return replace(
+        call, input=label.input, output=label.output, action=label.action,
+        reward=label.reward, done=label.done, metadata={**call.metadata, **label.metadata},
+    )  # fmt: skip
 
 
 def _measure(episode: Episode, session: Session, seconds: float) -> None:

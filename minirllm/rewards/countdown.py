@@ -16,7 +16,7 @@ ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 
 
 def countdown(answer: str, numbers: Sequence[int], target: int, *, partial: float = 0.0) -> float:
-    """1.0 for an expression that uses exactly `numbers` and equals `target`; `partial` when only the numbers are right; else 0.
+    """1.0 for an expression that uses exactly `numbers` and equals `target`; `partial` when only the numbers are right.
 
     The expression is the content of the last ``<answer>`` tag, else the last line that is not blank; ``= value`` at its
     end is ignored.
@@ -37,7 +37,7 @@ def extract(answer: str) -> str:
 
 
 def calculate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """(exact value, the integers in it); (None, []) for anything but + - * / and brackets on integers, or a division by zero."""
+    """(exact value, the integers in it); (None, []) for anything but + - * / and brackets on integers, and for 1 / 0."""
     if len(expression) > MAX_LENGTH or not ALLOWED.fullmatch(expression):
         return None, []
     try:

@@ -19,7 +19,7 @@ def exact(answer: str, expected: str) -> float:
 
 
 def number(answer: str, expected: str | int | float) -> float:
-    """1.0 when the answer's number equals `expected`: what follows the last ``####``, else the last boxed, else the last number."""
+    """1.0 when the answer's `final_number` equals `expected`."""
     return float(same_number(final_number(answer), str(expected)))
 
 
