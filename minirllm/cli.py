@@ -1,10 +1,11 @@
 """The command line: ``minirllm train | eval | serve | show``.
 
 Owns: options (made from Config's fields: one copy of their meaning), their precedence, how errors are shown. Does not
-know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are fast.
+know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are
+fast.
 
 A value is the last of: Config's default, the task's DEFAULTS, the ``--config`` file, ``--set key=value``, its own flag.
-With ``--resume`` and with a checkpoint inside a run folder, that run's ``config.toml`` stands above the task's DEFAULTS.
+With ``--resume``, and for the model of a ``--checkpoint``, the run's ``config.toml`` stands above the task's DEFAULTS.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ EVAL = ("model", "seed", "eval_temperature", "max_tokens", "concurrency", "deter
 SERVE = ("model", "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
-FROM_RUN = ("model", "max_context", "history", "lora_rank", "lora_alpha", "lora_targets")  # what a checkpoint only fits with
+FROM_RUN = (
+    "model",
+    "max_context",
+    "history",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+)  # what a checkpoint only fits with
 
 
 class _Refusal(click.ClickException):
@@ -55,8 +63,16 @@ def _options(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         others = ", ".join(name for name in FIELDS if name not in names)
-        command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=f"Any option; repeat it for more. Besides those above: {others}.")(command)
-        command = click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of options.")(command)
+        command = click.option(
+            "--set",
+            "settings",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help=f"Any option; repeat it for more. Besides those above: {others}.",
+        )(command)
+        command = click.option(
+            "--config", "config_file", type=click.Path(path_type=Path), help="TOML file of options."
+        )(command)
         for name in reversed(names):
             flag = FLAGS.get(name, "--" + name.replace("_", "-"))
             default = FIELDS[name].default
@@ -72,7 +88,9 @@ def _options(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[
     return decorate
 
 
-def _config(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, run_defaults: Mapping[str, Any] | None = None) -> Config:
+def _config(
+    options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, run_defaults: Mapping[str, Any] | None = None
+) -> Config:
     """The Config of a command's options; see the module's docstring for which value wins."""
     flags = {name: value for name, value in options.items() if name in FIELDS}
     return config.load(options["config_file"], options["settings"], flags, {**(defaults or {}), **(run_defaults or {})})
@@ -87,7 +105,9 @@ def cli() -> None:
 @cli.command()
 @click.argument("task")
 @_options(TRAIN)
-@click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options.")
+@click.option(
+    "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."
+)
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
     """Train on TASK: a file such as tasks/first_letter.py, or the name of an installed task."""
@@ -106,17 +126,29 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
         click.echo(f"\nStopped. Continue with: minirllm train {task} --run {folder.name}{where} --resume", err=True)
         raise SystemExit(130) from None
     if not quiet:
-        done = "Done" if summary else f"Nothing to do: all {settings.steps} steps were done before; --steps takes the run further"
+        done = (
+            "Done"
+            if summary
+            else f"Nothing to do: all {settings.steps} steps were done before; --steps takes the run further"
+        )
         click.echo(f"{done}. Weights: {folder / 'checkpoints'}. Look at it: minirllm show {folder}")
 
 
 @cli.command("eval")
 @click.argument("task")
 @_options(EVAL)
-@click.option("--n", "n", type=click.IntRange(1), default=1, show_default=True, help="Rollouts per task: pass@1 to pass@n.")
-@click.option("--tasks", "eval_tasks", type=int, default=None, help=f"How many tasks, 0 for all.  [default: {Config.eval_tasks}]")
-@click.option("--split", type=click.Choice(["held_out", "train"]), default="held_out", show_default=True, help="Which tasks.")
-@click.option("--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]")
+@click.option(
+    "--n", "n", type=click.IntRange(1), default=1, show_default=True, help="Rollouts per task: pass@1 to pass@n."
+)
+@click.option(
+    "--tasks", "eval_tasks", type=int, default=None, help=f"How many tasks, 0 for all.  [default: {Config.eval_tasks}]"
+)
+@click.option(
+    "--split", type=click.Choice(["held_out", "train"]), default="held_out", show_default=True, help="Which tasks."
+)
+@click.option(
+    "--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]"
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl and summary.json.")
 def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path | None, **options: Any) -> None:
     """Evaluate a model on the held-out tasks of TASK."""
@@ -127,9 +159,17 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
 
 @cli.command()
 @_options(SERVE)
-@click.option("--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]")
+@click.option(
+    "--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]"
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
 @click.option("--key", help="The key clients must send.  [default: a new random one]")
 def serve(host: str, port: int, key: str | None, checkpoint: str | None, **options: Any) -> None:
     """Serve a model to any OpenAI client until interrupted."""
@@ -139,7 +179,10 @@ def serve(host: str, port: int, key: str | None, checkpoint: str | None, **optio
     def ready(base_url: str) -> None:
         click.echo(f"base URL: {base_url}\nkey: {secret}\n")
         body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
-        click.echo(f"curl {base_url}/chat/completions -H 'Authorization: Bearer {secret}' -H 'Content-Type: application/json' -d '{body}'")
+        click.echo(
+            f"curl {base_url}/chat/completions -H 'Authorization: Bearer {secret}' "
+            f"-H 'Content-Type: application/json' -d '{body}'"
+        )
 
     try:
         _module("stack").serve(settings, host=host, port=port, key=secret, checkpoint=folder, ready=ready)
@@ -150,7 +193,9 @@ def serve(host: str, port: int, key: str | None, checkpoint: str | None, **optio
 @cli.command()
 @click.argument("run")
 @click.option("--step", type=int, help="Whose conversations to print.  [default: the last step]")
-@click.option("--episodes", type=click.IntRange(0), default=1, show_default=True, help="How many best and how many worst.")
+@click.option(
+    "--episodes", type=click.IntRange(0), default=1, show_default=True, help="How many best and how many worst."
+)
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def show(run: str, step: int | None, episodes: int, as_json: bool, runs_dir: str) -> None:
@@ -159,15 +204,19 @@ def show(run: str, step: int | None, episodes: int, as_json: bool, runs_dir: str
     page.show(page.find_run(run, runs_dir), step=step, episodes=episodes, as_json=as_json)
 
 
-def _with_checkpoint(options: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: str | None) -> tuple[Config, Path | None]:
-    """The Config, and the run or checkpoint folder; the model and its adapter default to those of the run it lies in."""
+def _with_checkpoint(
+    options: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: str | None
+) -> tuple[Config, Path | None]:
+    """The Config, and the run or checkpoint folder; model and adapter default to those of the run it lies in."""
     settings = _config(options, defaults)
     if checkpoint is None:
         return settings, None
     folder = Path(checkpoint)
     if not folder.exists():
         folder = _module("show").find_run(checkpoint, settings.runs_dir)
-    files = [place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()]
+    files = [
+        place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()
+    ]
     own = config.read_toml(files[0]) if files else {}
     return _config(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
 

@@ -29,9 +29,11 @@ class Config:
     """Everything a run depends on besides its task file."""
 
     # what to train
-    model: str = option("smollm2-135m", "smollm2-135m, tiny, a local folder, or a hub id; each with an optional @revision")
+    model: str = option("smollm2-135m", "smollm2-135m, tiny, a local folder or a hub id, each with optional @revision")
     max_context: int = option(2048, "longest prompt + completion, tokens (clamped to the model's own limit)", 16)
-    history: Literal["keep", "rerender"] = option("keep", "past assistant turns: as sampled, or as the chat template rewrites them")
+    history: Literal["keep", "rerender"] = option(
+        "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
+    )
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks per step", 1)
@@ -52,11 +54,15 @@ class Config:
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
     kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)
     loss_aggregation: Literal["token", "sequence", "constant"] = option(
-        "token", "token: mean over tokens; sequence: mean over trajectories of token means; constant: sum / (trajectories x max_tokens)"
+        "token",
+        "token: mean over tokens; sequence: mean over trajectories of token means; "
+        "constant: sum / (trajectories x max_tokens)",
     )
     # optimizer
     lr: float = option(3e-4, "peak learning rate of AdamW", 0.0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = option("constant", "after the warm-up: stay, or decay to 0 at the last step")
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", "after the warm-up: stay, or decay to 0 at the last step"
+    )
     warmup_steps: int = option(0, "steps of linear warm-up", 0)
     weight_decay: float = option(0.0, "AdamW weight decay", 0.0)
     grad_clip: float = option(1.0, "clip the global gradient norm to this (0 = off)", 0.0)
@@ -69,11 +75,14 @@ class Config:
     # engine
     engine: str = option("hf", "hf, scripted, or module:attr")
     determinism: Literal["auto", "exact", "fixed", "off"] = option(
-        "auto", "auto: the best level the start-up probe finds; exact or fixed: refuse to start without it; off: no promise"
+        "auto",
+        "auto: the best level the start-up probe finds; exact or fixed: refuse to start without it; off: no promise",
     )
     slots: int = option(0, "rows decoded together (0 = 32 on CPU, by free memory on CUDA)", 0)
     prefill_chunk: int = option(512, "prompt tokens per prefill forward", 16)
-    threads: int = option(0, "torch CPU threads (0 = 2, or 1 for a model below 20M parameters); part of the manifest, since it can change bits", 0)
+    threads: int = option(
+        0, "torch CPU threads (0 = 2, or 1 for a model below 20M parameters); bits depend on it", 0
+    )
     device: str = option("auto", "auto, cpu, cuda")
     # evaluation and saving
     eval_every: int = option(10, "steps between evaluations on held-out tasks (0 = only before and after)", 0)
@@ -104,7 +113,7 @@ class Config:
         lines = []
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a JSON scalar is a TOML scalar, but for DEL
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON is TOML here, but for DEL
             lines.append(f"# {f.metadata['doc']}\n{f.name} = {text}")
         return "\n".join(lines) + "\n"
 
@@ -131,8 +140,9 @@ def _typed(name: str, value: Any) -> Any:
     """`value` (perhaps text from a flag) as the field's type; ConfigError otherwise."""
     kind = _TYPES[name]
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}{nearest(str(value), list(get_args(kind)))}.")
+        names = list(get_args(kind))
+        if value not in names:
+            raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}{nearest(str(value), names)}.")
         return value
     try:
         if kind is bool and isinstance(value, str):
@@ -176,7 +186,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Config's own defaults, then `defaults` (a task's), the TOML file, ``key=value`` settings, `overrides` that are not None."""
+    """Defaults, then `defaults` (a task's), the TOML file, ``key=value`` settings, `overrides` except None."""
     values = {**(defaults or {}), **(read_toml(path) if path is not None else {})}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -3,23 +3,19 @@
 Owns: the run folder's lock and those three files, the live progress, the one line per step and its diagnosis.
 Does not know: torch, models, episodes; a metric is a name and a number.
 
-``metrics.jsonl`` has one JSON object per step. Numbers that are not finite are the strings "nan", "inf", "-inf" (JSON has
-no other place for them); null means *not measured*. Methods that write wait for the disk: call them in a thread.
+``metrics.jsonl`` has one JSON object per step. Numbers that are not finite are the strings "nan", "inf", "-inf" (JSON
+has no other place for them); null means *not measured*. Methods that write wait for the disk: call them in a thread.
 """
 
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -31,11 +27,15 @@ from rich.text import Text
 from minirllm import trackers
 from minirllm.config import Config
 from minirllm.errors import UserError
+from minirllm.machine import machine
 
 METRICS, MANIFEST, CONFIG = "metrics.jsonl", "manifest.json", "config.toml"
-PACKAGES = ("minirllm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "starlette", "uvicorn", "httpx", "anyio", "datasets")
-ENVIRONMENT = ("MKL_CBWR", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
-UNIFORM = {"groups_too_easy": "too easy", "groups_too_hard": "too hard", "groups_uniform": "all alike", "groups_too_small": "too small"}
+UNIFORM = {
+    "groups_too_easy": "too easy",
+    "groups_too_hard": "too hard",
+    "groups_uniform": "all alike",
+    "groups_too_small": "too small",
+}
 TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_calls": "parse failures"}
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -43,7 +43,9 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class RunLog:
     """One process's hold on a run folder. Raises UserError when it is in use, or used before and not resumed."""
 
-    def __init__(self, folder: Path, config: Config, *, resume: bool = False, quiet: bool = False, console: Console | None = None):
+    def __init__(
+        self, folder: Path, config: Config, *, resume: bool = False, quiet: bool = False, console: Console | None = None
+    ):
         self.folder, self.config, self.quiet, self.level = folder, config, quiet, ""
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
@@ -108,8 +110,12 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(f"Cannot write {self.folder / METRICS}: {error.strerror}. Make room, then continue with --resume.") from None
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+            raise UserError(
+                f"Cannot write {self.folder / METRICS}: {error.strerror}. Make room, then continue with --resume."
+            ) from None
+        numbers = {
+            name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
+        }
         for tracker in self._trackers:
             tracker.log(row["step"], numbers)
         self._end_bar()
@@ -131,7 +137,12 @@ class RunLog:
         if self.quiet or not self.console.is_terminal:
             return
         if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+            )
             self._bar = Progress(*columns, TimeRemainingColumn(compact=True), console=self.console, transient=True)
             self._bar.start()
         if phase != self._phase:
@@ -160,10 +171,15 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     if row.get("reward_mean") is not None:
         parts.append(f"reward {_show(row, 'reward_mean', '.3f')} ± {_show(row, 'reward_std', '.2f')}")
     if row.get("eval_reward") is not None:
-        parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} [{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]")
+        interval = f"[{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]"
+        parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} {interval}")
         parts += _counts(row, {"eval_without_reward": "held-out without reward"})
     if row.get("groups") is not None:
-        counts = [f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups", *_counts(row, UNIFORM), *_counts(row, TROUBLE)]
+        counts = [
+            f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups",
+            *_counts(row, UNIFORM),
+            *_counts(row, TROUBLE),
+        ]
         parts.append(", ".join(counts))
     shown = (("mismatch_max", "mismatch", ".2g"), ("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]
@@ -185,19 +201,24 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
         return ""
     look = f"`minirllm show {run}` prints some."
     if graded <= 0:
-        why = ", ".join(f"{name.removeprefix('ungraded/')} {_count(row, name)}" for name in row if name.startswith("ungraded/"))
-        return f"None of the {_count(row, 'episodes')} answers could be graded ({why or 'no reason given'}), so nothing was learned: {look}"
+        why = ", ".join(
+            f"{name.removeprefix('ungraded/')} {_count(row, name)}" for name in row if name.startswith("ungraded/")
+        )
+        none = f"None of the {_count(row, 'episodes')} answers could be graded"
+        return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
     if config.group_size == 1:
         return "Nothing was learned: with --group-size 1 an answer has no others to be compared with; take at least 2."
     if _count(row, "groups_too_hard") == groups:
         sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."
         if _count(row, "truncated") * 2 > _count(row, "calls"):
-            return f"{sentence} {_count(row, 'truncated')} were cut off at {config.max_tokens} tokens: raise --max-tokens."
+            return (
+                f"{sentence} {_count(row, 'truncated')} were cut off at {config.max_tokens} tokens: raise --max-tokens."
+            )
         if _count(row, "malformed_tool_calls") * 2 > _count(row, "calls"):
             return f"{sentence} {_count(row, 'malformed_tool_calls')} had tool calls that could not be parsed: {look}"
         return f"{sentence} Easier tasks, examples in the prompt or a larger --group-size help; {look}"
     if _count(row, "groups_too_easy") == groups:
-        return f"All {graded} answers got the full reward, so nothing was learned: these tasks are solved, take harder ones."
+        return f"All {graded} answers got the full reward, so nothing was learned: these tasks are solved, take harder."
     return (
         f"In each of the {groups} groups all answers got the same reward ({', '.join(_counts(row, UNIFORM))}), "
         "so nothing was learned: a larger --group-size or a higher --temperature makes them differ."
@@ -205,9 +226,9 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` in order of step; a torn last line is left out, the later of two rows of a step counts.
+    """The rows of a ``metrics.jsonl`` in order of step; of two rows of a step the later counts.
 
-    Raises UserError for a broken line anywhere else.
+    A torn last line is left out. Raises UserError for a broken line anywhere else.
     """
     rows: dict[int, dict[str, Any]] = {}
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -220,7 +241,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f"{path} is damaged: line {number} is not a metrics row.")
-        rows[row["step"]] = {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+        rows[row["step"]] = {
+            name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()
+        }
     return [rows[step] for step in sorted(rows)]
 
 
@@ -236,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file has its old content or all of `text`, whenever the machine stops. Raises UserError when it cannot be written."""
+    """The file has its old content or all of `text`, whenever the machine stops. Raises UserError when it cannot be."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -253,48 +276,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
-def machine() -> dict[str, Any]:
-    """This process's surroundings, as the manifest records them."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        "cpus": os.cpu_count(),
-        "packages": versions,
-        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "commit": _commit(),
-    }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _commit() -> str | None:
-    """The git commit this code runs from, with ``+changes``; None when it is not a checkout of this project."""
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
-        return None
-    try:
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        status = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # no git
-        return None
-    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "") if commit.returncode == 0 else None
-
-
 def _lock(folder: Path) -> TextIO:
     """An open file that holds the folder's lock until it is closed or the process ends."""
     try:
@@ -308,7 +289,9 @@ def _lock(folder: Path) -> TextIO:
         file.seek(0)
         holder = file.read().strip()
         file.close()
-        raise UserError(f"{folder} is in use by process {holder}: wait for it, or name another run with --run.") from None
+        raise UserError(
+            f"{folder} is in use by process {holder}: wait for it, or name another run with --run."
+        ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -338,7 +321,9 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+    return (
+        json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+    )
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:

@@ -1,4 +1,4 @@
-"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, Trackio. Pick by name, or as ``module:attr``.
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, Trackio, or ``module:attr``.
 
 Owns: one small class per service and the dict of their names. Each service is an optional package.
 Does not know: what the metrics mean.
@@ -89,7 +89,11 @@ class Trackio:
         self.trackio.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, Config], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+TRACKERS: dict[str, Callable[[Path, Config], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
 
 
 def build(names: str, folder: Path, config: Config) -> list[Tracker]:
@@ -102,7 +106,9 @@ def _find(name: str) -> Callable[[Path, Config], Tracker]:
         return TRACKERS[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ConfigError(f"Unknown tracker {name!r}{nearest(name, list(TRACKERS))}: take {', '.join(TRACKERS)} or module:attr.")
+        raise ConfigError(
+            f"Unknown tracker {name!r}{nearest(name, list(TRACKERS))}: take {', '.join(TRACKERS)} or module:attr."
+        )
     try:
         found: Callable[[Path, Config], Tracker] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

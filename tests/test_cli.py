@@ -15,7 +15,7 @@ from minirllm import cli
 from minirllm.config import FIELDS, Config
 from minirllm.errors import UserError
 
-TASK = '''
+TASK = """
 from minirllm import Task, evaluator, rollout
 
 DEFAULTS = {"steps": 7, "lr": 0.5, "max_tokens": 9}
@@ -33,11 +33,11 @@ def train(config):
 
 def held_out(config):
     return [Task(id="b")]
-'''
+"""
 
 
 class Work(types.ModuleType):
-    """Stands where ``minirllm.train`` and ``minirllm.commands`` do: remembers how it was called."""
+    """Stands where ``minirllm.train``, ``evaluate`` and ``stack`` do: remembers how it was called."""
 
     def __init__(self, error: BaseException | None = None):
         super().__init__("minirllm.work")
@@ -49,12 +49,7 @@ class Work(types.ModuleType):
             raise self.error
         return self.row
 
-    async def evaluate_task(self, task: Any, config: Config, *, say: Any, **options: Any) -> str:
-        self.calls.append((task.name, config, options))
-        say("loading")
-        return "pass@1 0.500"
-
-    async def serve(self, config: Config, *, ready: Any, say: Any, **options: Any) -> None:
+    def serve(self, config: Config, *, ready: Any, **options: Any) -> None:
         self.calls.append(("serve", config, options))
         ready(f"http://{options['host']}:{options['port']}/v1")
         if self.error is not None:
@@ -70,9 +65,9 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def train(monkeypatch) -> Work:
+def work(monkeypatch) -> Work:
     fake = Work()
-    for name in ("train", "commands"):
+    for name in ("train", "evaluate", "stack"):
         monkeypatch.setitem(sys.modules, f"minirllm.{name}", fake)
     return fake
 
@@ -104,11 +99,24 @@ def test_the_lists_of_options_are_fields(names):
     assert len(set(names)) == len(names)
 
 
-def test_what_wins(place, train):
+def test_what_wins(place, work):
     (place / "c.toml").write_text("steps = 8\nlr = 0.25\nseed = 8\n")
-    result = invoke("train", "mine.py", "--config", "c.toml", "--set", "lr=0.125", "--set", "seed=9", "--seed", "10", "--determinism", "off")
+    result = invoke(
+        "train",
+        "mine.py",
+        "--config",
+        "c.toml",
+        "--set",
+        "lr=0.125",
+        "--set",
+        "seed=9",
+        "--seed",
+        "10",
+        "--determinism",
+        "off",
+    )
     assert result.exit_code == 0, result.output
-    ((name, config, options),) = train.calls
+    ((name, config, options),) = work.calls
     assert (name, options) == ("mine", {"resume": False, "quiet": False})
     assert (config.max_tokens, config.steps, config.lr, config.seed, config.determinism) == (9, 8, 0.125, 10, "off")
     assert config.batch_size == Config().batch_size
@@ -116,47 +124,50 @@ def test_what_wins(place, train):
     assert result.stdout == f"Done. Weights: {run}/checkpoints. Look at it: minirllm show {run}\n"
 
 
-def test_quiet_says_nothing(place, train):
+def test_quiet_says_nothing(place, work):
     result = invoke("train", "mine.py", "--quiet")
     assert (result.exit_code, result.output) == (0, "")
-    assert train.calls[0][2]["quiet"] is True
+    assert work.calls[0][2]["quiet"] is True
 
 
-def test_resume_takes_the_runs_own_options_below_the_users(place, train):
+def test_resume_takes_the_runs_own_options_below_the_users(place, work):
     run = place / "runs" / "old"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(Config(steps=3, lr=0.75, batch_size=2, run="renamed", runs_dir="moved").to_toml())
     assert invoke("train", "mine.py", "--run", "old", "--resume", "--steps", "5").exit_code == 0
-    ((_, config, options),) = train.calls
+    ((_, config, options),) = work.calls
     assert options["resume"] is True
     assert (config.steps, config.lr, config.batch_size) == (5, 0.75, 2)
     assert config.run_folder("mine") == Path("runs/old")
-    train.row = {}
-    assert "Nothing to do: all 3 steps were done before; --steps takes the run further." in invoke("train", "mine.py", "--run", "old", "--resume").stdout
+    work.row = {}
+    assert (
+        "Nothing to do: all 3 steps were done before; --steps takes the run further."
+        in invoke("train", "mine.py", "--run", "old", "--resume").stdout
+    )
 
 
-def test_resuming_a_run_that_is_not_there_says_so(place, train):
+def test_resuming_a_run_that_is_not_there_says_so(place, work):
     result = invoke("train", "mine.py", "--run", "odl", "--resume")
     assert result.exit_code == 2
     assert result.stderr == "error: There is no run runs/odl to resume: name one with --run, or leave out --resume.\n"
-    assert train.calls == []
+    assert work.calls == []
 
 
-def test_interrupting_says_how_to_go_on(place, train):
-    train.error = KeyboardInterrupt()
+def test_interrupting_says_how_to_go_on(place, work):
+    work.error = KeyboardInterrupt()
     result = invoke("train", "mine.py", "--run", "r", "--runs-dir", "out")
     assert result.exit_code == 130
     assert result.stderr == "\nStopped. Continue with: minirllm train mine.py --run r --runs-dir out --resume\n"
 
 
-def test_a_user_error_is_one_line(place, train):
-    train.error = UserError("This cannot be:\ndo that instead.")
+def test_a_user_error_is_one_line(place, work):
+    work.error = UserError("This cannot be:\ndo that instead.")
     result = invoke("train", "mine.py")
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: This cannot be: do that instead.\n")
 
 
-def test_any_other_error_is_not_hidden(place, train):
-    train.error = ZeroDivisionError("ours")
+def test_any_other_error_is_not_hidden(place, work):
+    work.error = ZeroDivisionError("ours")
     assert isinstance(invoke("train", "mine.py").exception, ZeroDivisionError)
 
 
@@ -172,15 +183,18 @@ def test_any_other_error_is_not_hidden(place, train):
         (("--run", "a/b"), "error: run is a name, not a path, got 'a/b'; the folder around it is runs_dir.\n"),
     ],
 )
-def test_wrong_values_are_named_before_anything_starts(place, train, args, sentence):
+def test_wrong_values_are_named_before_anything_starts(place, work, args, sentence):
     result = invoke("train", "mine.py", *args)
-    assert (result.exit_code, result.stderr, train.calls) == (2, sentence, [])
+    assert (result.exit_code, result.stderr, work.calls) == (2, sentence, [])
 
 
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (("train", "mine.py", "--stpes", "3"), "No such option '--stpes'. (Did you mean one of: '--set', '--steps', '--threads'?)"),
+        (
+            ("train", "mine.py", "--stpes", "3"),
+            "No such option '--stpes'. (Did you mean one of: '--set', '--steps', '--threads'?)",
+        ),
         (("train", "mine.py", "--steps", "many"), "Invalid value for '--steps': 'many' is not a valid integer."),
         (("train", "mine.py", "--determinism", "exat"), "'exat' is not one of 'auto', 'exact', 'fixed', 'off'."),
         (("trian", "mine.py"), "No such command 'trian'. Did you mean 'train'?"),
@@ -189,14 +203,14 @@ def test_wrong_values_are_named_before_anything_starts(place, train, args, sente
         (("eval", "mine.py", "--n", "0"), "0 is not in the range x>=1."),
     ],
 )
-def test_wrong_flags_suggest_the_nearest(place, train, args, part):
+def test_wrong_flags_suggest_the_nearest(place, work, args, part):
     result = invoke(*args)
     assert result.exit_code == 2
     assert part in result.stderr
-    assert train.calls == []
+    assert work.calls == []
 
 
-def test_a_task_that_is_not_there_or_not_whole(place, train):
+def test_a_task_that_is_not_there_or_not_whole(place, work):
     result = invoke("train", "none.py")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: There is no task file ")
@@ -207,25 +221,47 @@ def test_a_task_that_is_not_there_or_not_whole(place, train):
     assert result.stderr.count("\n") == 1
 
 
-def test_eval_passes_its_options_on(place, train):
-    result = invoke("eval", "mine.py", "--n", "4", "--tasks", "5", "--split", "train", "--temperature", "0.5", "--output", "out", "--model", "tiny")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "pass@1 0.500\n", "loading\n")
-    ((_, config, options),) = train.calls
-    assert options == {"n": 4, "split": "train", "weights": None, "output": Path("out")}
-    assert (config.eval_tasks, config.eval_temperature, config.temperature, config.model, config.max_tokens) == (5, 0.5, 1.0, "tiny", 9)
+def test_eval_passes_its_options_on(place, work):
+    work.row = "pass@1 0.500"
+    result = invoke(
+        "eval",
+        "mine.py",
+        "--n",
+        "4",
+        "--tasks",
+        "5",
+        "--split",
+        "train",
+        "--temperature",
+        "0.5",
+        "--output",
+        "out",
+        "--model",
+        "tiny",
+    )
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "pass@1 0.500\n", "")
+    ((_, config, options),) = work.calls
+    assert options == {"n": 4, "split": "train", "checkpoint": None, "output": Path("out")}
+    assert (config.eval_tasks, config.eval_temperature, config.temperature, config.model, config.max_tokens) == (
+        5,
+        0.5,
+        1.0,
+        "tiny",
+        9,
+    )
 
 
 @pytest.mark.parametrize("given", ["old", "runs/old", "runs/old/checkpoints/step_000002"])
-def test_a_checkpoint_brings_the_model_it_fits_with(place, train, given):
+def test_a_checkpoint_brings_the_model_it_fits_with(place, work, given):
     (place / "runs" / "old" / "checkpoints" / "step_000002").mkdir(parents=True)
     (place / "runs" / "old" / "config.toml").write_text(Config(model="tiny", lora_rank=4, steps=3, seed=5).to_toml())
     assert invoke("eval", "mine.py", "--checkpoint", given).exit_code == 0
-    ((_, config, options),) = train.calls
-    assert options["weights"] == Path("runs/old" if given == "old" else given)
+    ((_, config, options),) = work.calls
+    assert options["checkpoint"] == Path("runs/old" if given == "old" else given)
     assert (config.model, config.lora_rank, config.steps, config.seed) == ("tiny", 4, 7, 0)
 
 
-def test_a_checkpoint_that_is_not_there_names_the_nearest_run(place, train):
+def test_a_checkpoint_that_is_not_there_names_the_nearest_run(place, work):
     (place / "runs" / "older").mkdir(parents=True)
     (place / "runs" / "older" / "config.toml").write_text("")
     result = invoke("eval", "mine.py", "--checkpoint", "oldre")
@@ -233,30 +269,35 @@ def test_a_checkpoint_that_is_not_there_names_the_nearest_run(place, train):
     assert result.stderr == "error: No run named 'oldre' in runs (did you mean older?): it has older.\n"
 
 
-def test_serve_prints_where_the_key_and_an_example(place, train):
-    train.error = KeyboardInterrupt()
+def test_serve_prints_where_the_key_and_an_example(place, work):
+    work.error = KeyboardInterrupt()
     result = invoke("serve", "--model", "tiny", "--port", "1234", "--key", "secret")
     assert result.exit_code == 0
     assert "base URL: http://127.0.0.1:1234/v1\nkey: secret\n" in result.stdout
     curl = result.stdout.splitlines()[-1]
     assert curl.startswith("curl http://127.0.0.1:1234/v1/chat/completions -H 'Authorization: Bearer secret'")
     assert json.loads(curl.split("-d '")[1].rstrip("'"))["messages"][0]["role"] == "user"
-    ((_, config, options),) = train.calls
+    ((_, config, options),) = work.calls
     assert config.model == "tiny"
-    assert options == {"host": "127.0.0.1", "port": 1234, "key": "secret", "weights": None}
+    assert options == {"host": "127.0.0.1", "port": 1234, "key": "secret", "checkpoint": None}
 
 
-def test_serve_makes_a_key_of_its_own(place, train):
+def test_serve_makes_a_key_of_its_own(place, work):
     keys = set()
     for _ in range(2):
         assert invoke("serve").exit_code == 0
-        keys.add(train.calls[-1][2]["key"])
+        keys.add(work.calls[-1][2]["key"])
     assert len(keys) == 2
     assert all(len(key) > 30 for key in keys)
 
 
 def test_help_and_show_import_nothing_heavy(place):
-    code = "import sys\nfrom minirllm.cli import cli\ncli(sys.argv[1:], standalone_mode=False)\nprint('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = """
+import sys
+from minirllm.cli import cli
+cli(sys.argv[1:], standalone_mode=False)
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
     assert python("-c", code, "train", "--help", cwd=place).stdout.endswith("False False\n")
     (place / "config.toml").write_text("")
     result = python("-c", code, "show", ".", cwd=place)

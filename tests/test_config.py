@@ -61,7 +61,9 @@ def test_a_wrong_value_is_one_sentence_that_names_it(values, message):
 
 
 def test_text_becomes_the_type_of_the_field():
-    got = c.from_mapping({"steps": "7", "lr": "1e-3", "norm_std": "no", "gradient_checkpointing": "TRUE", "slots": 4.0, "lora_alpha": 8})
+    got = c.from_mapping(
+        {"steps": "7", "lr": "1e-3", "norm_std": "no", "gradient_checkpointing": "TRUE", "slots": 4.0, "lora_alpha": 8}
+    )
     assert (got.steps, got.lr, got.norm_std, got.gradient_checkpointing) == (7, 1e-3, False, True)
     assert (got.slots, type(got.slots)) == (4, int)
     assert (got.lora_alpha, type(got.lora_alpha)) == (8.0, float)
@@ -70,7 +72,12 @@ def test_text_becomes_the_type_of_the_field():
 def test_later_sources_win(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("steps = 3\nlr = 3.0\nseed = 3\n")
-    got = c.load(file, ("lr=4", "seed=4"), {"seed": 5, "group_size": None}, {"steps": 2, "lr": 2.0, "seed": 2, "batch_size": 2, "group_size": 2})
+    got = c.load(
+        file,
+        ("lr=4", "seed=4"),
+        {"seed": 5, "group_size": None},
+        {"steps": 2, "lr": 2.0, "seed": 2, "batch_size": 2, "group_size": 2},
+    )
     assert (got.batch_size, got.group_size, got.steps, got.lr, got.seed) == (2, 2, 3, 4.0, 5)
     assert got.save_every == c.Config().save_every
 

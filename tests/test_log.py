@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from minirllm import log, trackers
+from minirllm import log, machine, trackers
 from minirllm.config import Config, load
 from minirllm.errors import ConfigError, UserError
 from minirllm.log import RunLog
@@ -64,21 +64,32 @@ def test_a_step_is_one_row_on_disk_and_one_plain_line(tmp_path):
         assert json.loads((tmp_path / "r" / "metrics.jsonl").read_text()) == ROW  # before close
         run.step({"step": 4, "loss": math.nan, "high": math.inf, "low": -math.inf, "accuracy": None, "done": True})
     text = (tmp_path / "r" / "metrics.jsonl").read_text()
-    assert json.loads(text.splitlines()[1]) == {"step": 4, "loss": "nan", "high": "inf", "low": "-inf", "accuracy": None, "done": True}
+    assert json.loads(text.splitlines()[1]) == {
+        "step": 4,
+        "loss": "nan",
+        "high": "inf",
+        "low": "-inf",
+        "accuracy": None,
+        "done": True,
+    }
     rows = log.read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert math.isnan(rows[1]["loss"])
     assert (rows[1]["high"], rows[1]["low"], rows[0]["weights_sha256"]) == (math.inf, -math.inf, "abc")
     lines = said(run).splitlines()
     assert lines == [
-        "step 3/20 | reward 0.641 ± 0.25 | signal in 5 of 8 groups, 2 too easy, 1 too hard, 3 truncated, 2 ungraded | mismatch 0 | "
-        "entropy 1.23 | gradient 0.5 | 300 tok/s | generate 4.0 s | train 2.2 s | exact | 2 min left",
+        "step 3/20 | reward 0.641 ± 0.25 | "
+        "signal in 5 of 8 groups, 2 too easy, 1 too hard, 3 truncated, 2 ungraded | "
+        "mismatch 0 | entropy 1.23 | gradient 0.5 | 300 tok/s | generate 4.0 s | train 2.2 s | exact | 2 min left",
         "step 4/20 | exact",
     ]
     assert load(tmp_path / "r" / "config.toml") == Config()
 
 
 def test_explain_leaves_out_what_was_not_measured_and_survives_what_is_not_finite():
-    assert log.explain({"step": 0, "eval_reward": 0.5, "eval_low": 0.4, "eval_high": 0.6}, 20) == "step 0/20 | held-out 0.500 [0.40, 0.60]"
+    assert (
+        log.explain({"step": 0, "eval_reward": 0.5, "eval_low": 0.4, "eval_high": 0.6}, 20)
+        == "step 0/20 | held-out 0.500 [0.40, 0.60]"
+    )
     assert log.explain({"step": 20, "reward_mean": math.nan, "mismatch_max": 3.14e-5, "seconds_step": 3.0}, 20) == (
         "step 20/20 | reward nan ± ? | mismatch 3.1e-05"
     )
@@ -91,11 +102,27 @@ def test_explain_leaves_out_what_was_not_measured_and_survives_what_is_not_finit
     [
         ({"groups_with_signal": 1}, Config(), ""),
         ({"groups_too_hard": 8}, Config(), "0 of 64 answers were graded above 0, so nothing was learned. Easier tasks"),
-        ({"groups_too_hard": 8, "ungraded": 4, "truncated": 40}, Config(), "0 of 60 answers were graded above 0, so nothing was learned. 40 were cut off at 256 tokens: raise --max-tokens."),
-        ({"groups_too_hard": 8, "malformed_tool_calls": 33}, Config(), "0 of 64 answers were graded above 0, so nothing was learned. 33 had tool calls that could not be parsed"),
+        (
+            {"groups_too_hard": 8, "ungraded": 4, "truncated": 40},
+            Config(),
+            "0 of 60 answers were graded above 0, so nothing was learned. 40 were cut off at 256 tokens: raise --max-t",
+        ),
+        (
+            {"groups_too_hard": 8, "malformed_tool_calls": 33},
+            Config(),
+            "0 of 64 answers were graded above 0, so nothing was learned. 33 had tool calls that could not be parsed",
+        ),
         ({"groups_too_easy": 8}, Config(), "All 64 answers got the full reward"),
-        ({"groups_too_easy": 5, "groups_uniform": 3}, Config(), "In each of the 8 groups all answers got the same reward (5 too easy, 3 all alike)"),
-        ({"groups": 0, "ungraded": 64, "ungraded/error": 60, "ungraded/timeout": 4}, Config(), "None of the 64 answers could be graded (error 60, timeout 4)"),
+        (
+            {"groups_too_easy": 5, "groups_uniform": 3},
+            Config(),
+            "In each of the 8 groups all answers got the same reward (5 too easy, 3 all alike)",
+        ),
+        (
+            {"groups": 0, "ungraded": 64, "ungraded/error": 60, "ungraded/timeout": 4},
+            Config(),
+            "None of the 64 answers could be graded (error 60, timeout 4)",
+        ),
         ({"groups_uniform": 8}, Config(group_size=1), "Nothing was learned: with --group-size 1"),
     ],
 )
@@ -165,7 +192,12 @@ def test_the_manifest_names_what_bits_depend_on(tmp_path, monkeypatch):
     with RunLog(tmp_path / "r", Config(seed=7), console=console()) as run:
         run.manifest(level="exact", threads=2, template_hash="t", dataset_revision="d")
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
-    assert (manifest["level"], manifest["threads"], manifest["template_hash"], manifest["dataset_revision"]) == ("exact", 2, "t", "d")
+    assert (manifest["level"], manifest["threads"], manifest["template_hash"], manifest["dataset_revision"]) == (
+        "exact",
+        2,
+        "t",
+        "d",
+    )
     assert manifest["config"] == Config(seed=7).to_dict()
     assert manifest["environment"]["MKL_CBWR"] == "COMPATIBLE"
     assert manifest["environment"]["MKL_NUM_THREADS"] is None
@@ -179,13 +211,13 @@ def test_the_commit_is_this_checkouts_and_no_one_elses(tmp_path, monkeypatch):
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    monkeypatch.setattr(log, "__file__", str(tmp_path / "minirllm" / "log.py"))
-    assert log._commit() == head
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "minirllm" / "log.py"))
+    assert machine._commit() == head
     (tmp_path / "file").write_text("x")
     subprocess.run([*git, "add", "file"], check=True)
-    assert log._commit() == head + "+changes"
-    monkeypatch.setattr(log, "__file__", str(tmp_path / "venv" / "lib" / "site-packages" / "minirllm" / "log.py"))
-    assert log._commit() is None
+    assert machine._commit() == head + "+changes"
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "venv" / "lib" / "site-packages" / "minirllm" / "log.py"))
+    assert machine._commit() is None
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path):
@@ -198,11 +230,15 @@ with RunLog(Path({str(tmp_path / "r")!r}), Config()):
     input()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(log.__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"is in use by process {holder.pid}: wait for it, or name another run with --run"):
+        with pytest.raises(
+            UserError, match=rf"is in use by process {holder.pid}: wait for it, or name another run with --run"
+        ):
             RunLog(tmp_path / "r", Config(), resume=True, console=console())
         holder.kill()
         holder.wait()
@@ -244,7 +280,9 @@ def test_a_terminal_shows_progress_and_a_pipe_does_not(tmp_path):
     with RunLog(tmp_path / "a", Config(), console=console()) as run:
         run.progress("step 1/20: rollouts", 3, 64, in_flight=8, tokens=100)
     assert said(run) == ""
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=120, color_system="standard", highlight=False, _environ={})
+    terminal = Console(
+        file=io.StringIO(), force_terminal=True, width=120, color_system="standard", highlight=False, _environ={}
+    )
     with RunLog(tmp_path / "b", Config(), console=terminal) as run:
         run.progress("step 1/20: rollouts", 0, 64)
         run.progress("step 1/20: rollouts", 3, 64, in_flight=8, tokens=100)

@@ -1,0 +1,81 @@
+"""The surroundings a run's bits depend on: hardware, versions, environment variables, the commit of this code.
+
+Owns: what a manifest records about the machine. Does not know: torch, the run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "minirllm",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "safetensors",
+    "numpy",
+    "starlette",
+    "uvicorn",
+    "httpx",
+    "anyio",
+    "datasets",
+)
+ENVIRONMENT = (
+    "MKL_CBWR",
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+
+
+def machine() -> dict[str, Any]:
+    """This process's surroundings, as the manifest records them."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str | None:
+    """The git commit this code runs from, with ``+changes``; None when it is not a checkout of this project."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
+        return None
+    try:
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        status = subprocess.run(
+            ["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git
+        return None
+    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "") if commit.returncode == 0 else None
