@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors types",
+    "attention errors machine types",
     "client config dialects embedded exactness tiny tool_syntax tree",
     "algorithms flow models policy renderer sandboxes trackers",
     "batch checkpoint engines log rewards store",
