@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -37,6 +36,10 @@ from minirllm.embedded import Progress
 from minirllm.errors import ModelError
 
 BUILT_IN = (embedded.NAME, "tiny")
+NETWORK_ERRORS: Any = (
+    OSError,
+    *HfHubHTTPError.__bases__,
+)  # among the bases: the error of the hub library's HTTP client
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # never pickles, never code
 
 
@@ -156,7 +159,7 @@ def _from_hub(repo: str, revision: str | None) -> Path:
             f"Model {at} is not on this machine and HF_HUB_OFFLINE is set: "
             f"unset it, or use {embedded.NAME} or a local folder."
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except NETWORK_ERRORS as error:
         raise ModelError(
             f"Cannot fetch model {at} from the hub ({_first_line(error)}): "
             f"check the network, or use {embedded.NAME} or a local folder."

@@ -239,6 +239,9 @@ class Hub(BaseHTTPRequestHandler):
         if "/own/" not in self.path or repo in refusals or "nowhere" in self.path:
             status, code = refusals.get(repo, (404, "RevisionNotFound"))
             self.answer(status, b"{}", {"X-Error-Code": code} if code else {})
+        elif repo == "cut" and self.command == "GET" and self.path.endswith("safetensors"):
+            self.answer(200, b"", {"Content-Length": "1000"})  # the connection drops in the middle of a file
+            self.close_connection = True
         elif "/resolve/" in self.path:
             data = (self.folder / self.path.rsplit("/", 1)[1]).read_bytes()
             self.answer(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
@@ -314,8 +317,8 @@ def ask(endpoint: str, home: Path, *names: str, offline: str = "0") -> list:
 
 @pytest.mark.slow
 def test_hub(hub: str, folder: Path, tmp_path: Path) -> None:
-    good, pinned, gated, absent, revision, broken = ask(
-        hub, tmp_path, "own/good", "own/good@v1", "own/gated", "own/absent", "own/good@nowhere", "own/broken"
+    good, pinned, gated, absent, revision, broken, cut = ask(
+        hub, tmp_path, "own/good", "own/good@v1", "own/gated", "own/absent", "own/good@nowhere", "own/broken", "own/cut"
     )
     assert good == ["own/good", COMMIT, sorted(path.name for path in folder.iterdir())]  # and neither pickles nor code
     assert pinned == good
@@ -323,6 +326,7 @@ def test_hub(hub: str, folder: Path, tmp_path: Path) -> None:
     assert "no model 'own/absent'" in absent
     assert "no revision 'nowhere'" in revision
     assert "Cannot fetch model own/broken" in broken
+    assert "Cannot fetch model own/cut" in cut
     cached, missing = ask("http://127.0.0.1:9", tmp_path, "own/good", "own/other")
     assert cached == good  # the network is only needed once
     assert "Cannot fetch model own/other from the hub" in missing
