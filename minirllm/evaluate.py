@@ -3,7 +3,7 @@
 Owns: the estimators, the result, its files. Does not know: how a rollout is run, models, torch.
 
 Every attempted rollout is in the denominator of pass@k: one that errored, timed out or could not be graded did not
-pass. Those are also counted apart by reason. The mean reward is over graded rollouts only, every task weighing the same.
+pass. Those are also counted apart by reason. The mean reward is over graded rollouts, every task weighing the same.
 
 Intervals are 95 %. pass@1: Wilson's score interval (Wilson 1927) at the effective sample size ``p (1 - p) / var(p)``,
 where var(p) is the variance of the mean over tasks, since rollouts of one task are alike (all tasks at 0, or all at 1:
@@ -35,7 +35,7 @@ ERRORS = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT, Terminat
 
 @dataclass
 class EvalResult:
-    """What an evaluation found. `pass_at` maps k to pass@k; `errors`, `ungraded` map a termination reason to a count."""
+    """What an evaluation found. `pass_at` is by k; `errors` and `ungraded` count termination reasons."""
 
     tasks: int
     rollouts: int  # per task

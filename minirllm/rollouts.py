@@ -1,14 +1,15 @@
 """Run agents: one session, one deadline and one verdict per rollout; whatever goes wrong becomes data.
 
-Owns: the life of an episode (open a session, run the agent, join its steps to the captured calls, grade, retry), bounded
-concurrency. Does not know: HTTP, tokens, torch, what rewards are used for.
+Owns: the life of an episode (open a session, run the agent, join its steps to the captured calls, grade, retry),
+bounded concurrency. Does not know: HTTP, tokens, torch, what rewards are used for.
 
-One deadline covers an episode: all attempts, agent and grader. An attempt that failed in the agent (it raised, returned a
-wrong type, never called the model) is retried under a fresh session, key and seed; one that ran out of time or could not
-be graded is not. One that the endpoint stopped (context full, calls used up) is over, and graded. An episode without a reward always says why in `reason`.
+One deadline covers an episode: all attempts, agent and grader. An attempt that failed in the agent (it raised, returned
+a wrong type, never called the model) is retried under a fresh session, key and seed; one that ran out of time or could
+not be graded is not. One that the endpoint stopped (context full, calls used up) is over, and graded. An episode
+without a reward always says why in `reason`.
 
-Sync agents run in a thread each. A thread cannot be stopped: at the deadline it is left behind, its session is closed and
-its further calls are refused. Sync evaluators run in killable processes when they can be imported there (see
+Sync agents run in a thread each. A thread cannot be stopped: at the deadline it is left behind, its session is closed
+and its further calls are refused. Sync evaluators run in killable processes when they can be imported there (see
 `rewards.process`), else in a thread; async ones on the loop.
 """
 
@@ -36,7 +37,7 @@ from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Ste
 
 RETRIED = frozenset({TerminationReason.ERROR, TerminationReason.NO_CALLS})
 FAILED = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT})  # the agent's work cannot be graded
-REFUSED = {  # an agent that stopped because the endpoint refused a call, by the error's code: it has ended, and is graded
+REFUSED = {  # codes of the errors by which the endpoint stops an agent: it has ended, and is graded
     "context_length_exceeded": TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
     "insufficient_quota": TerminationReason.MAX_TURNS_EXCEEDED,
 }
@@ -225,7 +226,7 @@ def _file(fn: Callable[..., Any]) -> str | None:
 
 
 async def _within(work: Any, seconds: float) -> Any:
-    """The result of the coroutine `work`. Raises TimeoutError after `seconds`, even when it does not react to being cancelled."""
+    """The result of the coroutine `work`. Raises TimeoutError after `seconds`, even if it ignores being cancelled."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -239,7 +240,7 @@ async def _within(work: Any, seconds: float) -> Any:
 
 
 def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-    """Call `fn` in a thread of its own. A daemon, not a pool's: one that hangs must hold no slot and not stop the exit."""
+    """Call `fn` in a thread of its own, not a pool's: one that hangs must hold no slot and not stop the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -279,7 +280,7 @@ def _identify(episode: Episode, job: Job, attempt: int, session: Session) -> Non
 def _join(episode: Episode, session: Session) -> str:
     """Fill the agent's steps from the captured calls, by call id. Returns what is wrong, or nothing.
 
-    A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward ...)
+    A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward)
     in call order. Which tokens are trained on never depends on this order.
     """
     first, captured = episode.trajectories[0], session.steps
@@ -292,14 +293,16 @@ def _join(episode: Episode, session: Session) -> str:
     owner: dict[str, str] = {}
     for trajectory in episode.trajectories:
         if not trajectory.steps:
-            return f"trajectory {trajectory.name!r} has no steps: with several trajectories each needs its own, as Step(id=response.id)"
+            return (
+                f"trajectory {trajectory.name!r} has no steps: of several, each needs its own, as Step(id=response.id)"
+            )
         try:
             calls = session.claim(step.id for step in trajectory.steps)
         except UserError as error:
             return f"trajectory {trajectory.name!r}: {error}"
         for call in calls:
             if call.id in owner:
-                return f"call {call.id} is in trajectory {owner[call.id]!r} and again in {trajectory.name!r}: each call belongs in one place"
+                return f"call {call.id} is claimed by trajectory {owner[call.id]!r} and again by {trajectory.name!r}"
             owner[call.id] = trajectory.name
         trajectory.steps = [_fill(*pair) for pair in zip(trajectory.steps, calls, strict=True)]
     episode.metrics["unclaimed_calls"] = float(len(captured) - len(owner))

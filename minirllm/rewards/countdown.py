@@ -37,7 +37,7 @@ def extract(answer: str) -> str:
 
 
 def calculate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """(exact value, the integers in it); (None, []) for anything but + - * / and brackets on integers, and for 1 / 0."""
+    """(exact value, the integers in it); (None, []) for anything but + - * / and brackets on integers, or 1 / 0."""
     if len(expression) > MAX_LENGTH or not ALLOWED.fullmatch(expression):
         return None, []
     try:

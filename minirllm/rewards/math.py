@@ -7,16 +7,20 @@ process that is killed; math-verify's own time-outs need the main thread and are
 
 from __future__ import annotations
 
+import logging
+
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from minirllm.rewards.exact import last_boxed, last_number, same_number
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, per process, that its time-outs are off
 
 MAX_LENGTH = 1000  # characters; no answer is longer
 EXTRACTION = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def math(answer: str, expected: str, *, fallback: bool = False) -> float:
-    """1.0 when the last ``\\boxed{}`` of `answer` equals `expected`; with `fallback`, the last number counts when nothing is boxed."""
+    """1.0 when the last ``\\boxed{}`` of `answer` equals `expected`. `fallback`: else its last number counts."""
     given = last_boxed(answer)
     if given is None and fallback:
         given = last_number(answer)

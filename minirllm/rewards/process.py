@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -30,7 +31,10 @@ from minirllm.types import Episode, EvalOutput, Signal, Task
 HEADER = 8  # bytes: the length of the frame that follows, big-endian
 MAX_MEMORY = 4 << 30  # bytes of private memory one worker may hold
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: die with the parent, even when it was killed
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from minirllm.rewards import process; process.serve(*sys.argv[2:])"
+START = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from minirllm.rewards import process
+process.serve(*sys.argv[2:])"""
 
 
 class Reference(NamedTuple):
@@ -126,7 +130,8 @@ class _Worker:
     """This side of one child process."""
 
     def __init__(self, process: asyncio.subprocess.Process):
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None, "the worker was started with pipes"
+        assert process.stdout is not None, "the worker was started with pipes"
         self.process, self.requests, self.replies = process, process.stdin, process.stdout
         self.ready = False
 
@@ -172,7 +177,7 @@ def serve(module: str, path: str, attribute: str) -> None:
     _write(replies, _guarded(load, path))
     while header := requests.read(HEADER):
         request = requests.read(int.from_bytes(header, "big"))
-        _write(replies, _guarded(lambda request=request: _verdict(found[0], request), path))
+        _write(replies, _guarded(functools.partial(_verdict, found[0], request), path))
 
 
 def _limit() -> None:
