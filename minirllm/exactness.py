@@ -93,7 +93,7 @@ def is_exact(forward: Forward, head: Head, vocab_size: int, device: torch.device
 
 
 def find_row_multiple(forward: Forward, head: Head, vocab_size: int, device: torch.device) -> int | None:
-    """The smallest of `ROW_MULTIPLES` that is exact, set in `attention`; None, and the first one set, if there is none."""
+    """The smallest of `ROW_MULTIPLES` that is exact, set in `attention`; None (the first one is set) if none is."""
     for multiple in ROW_MULTIPLES:
         attention.ROW_MULTIPLE = multiple
         if is_exact(forward, head, vocab_size, device):

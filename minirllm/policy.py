@@ -22,15 +22,13 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint
 
-from minirllm import attention, exactness
+from minirllm import attention, exactness, head
 from minirllm.config import Config
 from minirllm.errors import ConfigError, ModelError
 from minirllm.tree import Forest
 
 Result = TypeVar("Result")
-HEAD_CHUNK = 512  # rows of logits alive at once: 512 x 49,152 x 4 bytes = 100 MB
 
 PROBED_LAYERS = 6  # the longest repeating pattern of layer kinds in use (Gemma 3: five sliding, one full)
 
@@ -73,8 +71,8 @@ class Policy:
         self.eos_ids = _eos_ids(model, tokenizer)
         self.model = self._lane.submit(self._trainable_model, model).result()
         base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self._decoder, self._head = base.get_decoder(), base.get_output_embeddings()
-        self._softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+        softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
+        self._decoder, self._head = base.get_decoder(), head.Head(base.get_output_embeddings(), softcap)
         self.vocab_size = int(self._head.weight.shape[0])
         self._reference = (
             self._lane.submit(self._frozen_copy).result() if config.kl_beta and not config.lora_rank else None
@@ -114,16 +112,12 @@ class Policy:
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """The head, in fp32. Returns ``[N, V]``."""
-        N = hidden_NE.shape[0]
-        padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % self.row_multiple))
-        logits_NV = F.linear(padded_NE.float(), self._head.weight.float(), _float(self._head.bias))[:N]
-        return logits_NV if self._softcap is None else torch.tanh(logits_NV / self._softcap) * self._softcap
+        return self._head.logits(hidden_NE)
 
     @staticmethod
     def logprobs(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
         """Log-softmax after temperature, ``[N, V]``: the same in sampler and trainer. Temperature 0 is 1."""
-        divisor_N = torch.where(temperature_N > 0, temperature_N, torch.ones_like(temperature_N))
-        return F.log_softmax(logits_NV / divisor_N[:, None], -1)
+        return head.logprobs(logits_NV, temperature_N)
 
     def score(self, forest: Forest, reference: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, else 0.
@@ -138,31 +132,12 @@ class Policy:
         assert len(at_N) == 0 or int(parent_N.min()) >= 0, "a trained token without a parent cannot be scored"
         with self.frozen() if reference else _no_change():
             hidden_TE = self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))
-            pieces = []
-            for a in range(0, len(at_N), HEAD_CHUNK):
-                chunk = slice(a, a + HEAD_CHUNK)
-                args = (hidden_TE[parent_N[chunk]], token_T[at_N[chunk]], temperature_N[chunk])
-                pieces.append(
-                    checkpoint(self._score_rows, *args, use_reentrant=False)
-                    if torch.is_grad_enabled()
-                    else self._score_rows(*args)
-                )
-        logprob_T, entropy_T = (
-            torch.zeros(len(token_T), device=self.device),
-            torch.zeros(len(token_T), device=self.device),
-        )
-        if pieces:
-            logprob_T = logprob_T.index_put((at_N,), torch.cat([p[0] for p in pieces]))
-            entropy_T[at_N] = torch.cat([p[1] for p in pieces])
+            logprob_T = torch.zeros(len(token_T), device=self.device)
+            entropy_T = torch.zeros(len(token_T), device=self.device)
+            if len(at_N):
+                logprob_N, entropy_N = self._head.score(hidden_TE[parent_N], token_T[at_N], temperature_N)
+                logprob_T, entropy_T = logprob_T.index_put((at_N,), logprob_N), entropy_T.index_put((at_N,), entropy_N)
         return logprob_T, entropy_T
-
-    def _score_rows(
-        self, hidden_NE: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprob_NV = self.logprobs(self.logits(hidden_NE), temperature_N)
-        with torch.no_grad():
-            entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
-        return logprob_NV.gather(1, token_N[:, None])[:, 0], entropy_N
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +199,8 @@ class Policy:
                 raise ConfigError(f"lora_targets {config.lora_targets!r} does not fit this model: {error}") from None
 
     def _frozen_copy(self) -> Any:
-        return copy.deepcopy(self._decoder).requires_grad_(False), copy.deepcopy(self._head).requires_grad_(False)
+        linear = copy.deepcopy(self._head.linear).requires_grad_(False)
+        return copy.deepcopy(self._decoder).requires_grad_(False), head.Head(linear, self._head.softcap)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -254,12 +230,12 @@ class Policy:
             want_TV = self.model(**inputs, layout=layout, use_cache=False).logits[0]
         except (KeyError, TypeError) as error:
             raise ModelError(
-                f"{type(self.model).__name__} does not hand the attention layout to its layers ({error}); use another model."
+                f"{type(self.model).__name__} does not hand the layout to its attention ({error}); use another model."
             ) from None
         got_TV = self.logits(self.hidden(ids_T, position_T, layout))
         if (got_TV - want_TV).abs().max() > (1e-3 if want_TV.dtype == torch.float32 else 0.5):
             raise ModelError(
-                f"{type(self.model).__name__} does more between decoder and logits than a linear head; use another model."
+                f"{type(self.model).__name__} has more than a linear head after its decoder; use another model."
             )
         return self._level()
 
@@ -296,10 +272,6 @@ class Policy:
 @contextmanager
 def _no_change() -> Iterator[None]:
     yield
-
-
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float()
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
