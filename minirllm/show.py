@@ -1,0 +1,256 @@
+"""``minirllm show``: a run folder in the terminal, as a curve, a table of steps and the conversations behind them.
+
+Owns: finding a run by name, choosing and laying out what is printed. Does not know: how a run is made. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minirllm.config import nearest
+from minirllm.errors import UserError
+from minirllm.log import CONFIG, MANIFEST, METRICS, printable, read_json, read_metrics
+from minirllm.store import EpisodeStore
+from minirllm.types import Episode, Message, Step
+
+PLAIN_WIDTH = 160  # columns when the output is not a terminal
+TABLE_ROWS = 24
+TEXT_LIMIT = 2000  # characters of one message
+COLUMNS = {  # of the table: metric, title, format
+    "step": ("step", "d"),
+    "reward_mean": ("reward", ".3f"),
+    "eval_reward": ("held-out", ".3f"),
+    "groups_with_signal": ("signal", ".0f"),
+    "groups_too_easy": ("easy", ".0f"),
+    "groups_too_hard": ("hard", ".0f"),
+    "truncated": ("truncated", ".0f"),
+    "ungraded": ("ungraded", ".0f"),
+    "malformed_tool_calls": ("parse failures", ".0f"),
+    "mismatch_max": ("mismatch", ".2g"),
+    "entropy": ("entropy", ".2f"),
+    "loss": ("loss", ".3g"),
+    "seconds_step": ("seconds", ".1f"),
+}
+
+
+class Picked(NamedTuple):
+    """Episodes of one step, each with the word it is shown under."""
+
+    step: int
+    counts: str
+    shown: list[tuple[str, Episode]]
+
+
+def find_run(name: str, runs_dir: str = "runs") -> Path:
+    """The run folder `name` means: a path, or a name in `runs_dir`. Raises UserError naming the nearest."""
+    for folder in (Path(name), Path(runs_dir) / name):
+        if any((folder / file).is_file() for file in (METRICS, MANIFEST, CONFIG)):
+            return folder
+    if Path(name).exists():
+        raise UserError(f"{name} is not a run folder: it has no {METRICS}.")
+    runs = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{CONFIG}"))
+    if not runs:
+        raise UserError(f"No run named {name!r}: there are no runs in {runs_dir}.")
+    listed = ", ".join(runs[:20]) + (", ..." if len(runs) > 20 else "")
+    raise UserError(f"No run named {name!r} in {runs_dir}{nearest(name, runs)}: it has {listed}.")
+
+
+def show(
+    folder: Path, *, step: int | None = None, episodes: int = 1, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print a run. `step` is whose conversations (default: the last with any), `episodes` how many best and worst."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    picked = pick(folder, rows, step, episodes)
+    if as_json:
+        console.print(Text(json.dumps(_json(folder, manifest, rows, picked), indent=1)), soft_wrap=True)
+        return
+    _print(console, _title(folder, manifest, rows))
+    if curve := plot(rows, console.width - 12):
+        _print(console, "\n" + curve)
+    if rows:
+        console.print()
+        console.print(table(rows))
+    if picked is not None:
+        _print(console, f"\nConversations of step {picked.step}: {picked.counts}")
+        for word, episode in picked.shown:
+            _print(console, "\n" + heading(word, episode), "bold")
+            for who, text in transcript(episode):
+                _print(console, f"{who}: {text}")
+
+
+def pick(folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int) -> Picked | None:
+    """The `count` best and worst graded episodes of a step, without repeats; ungraded ones when none was graded."""
+    store = EpisodeStore(folder / "episodes")
+    steps = store.steps()
+    if step is None:
+        finished = [s for s in steps if any(row["step"] == s for row in rows)]
+        step = (finished or steps or [None])[-1]
+        if step is None:
+            return None
+    elif step not in steps:
+        there = f"there are episodes of steps {steps[0]} to {steps[-1]}" if steps else "it has no episodes"
+        raise UserError(f"{folder} has no episodes of step {step}: {there}.")
+    found = list(store.finished(step).values())
+    graded = sorted((e for e in found if e.reward is not None), key=lambda e: -float(e.reward or 0))
+    ungraded = [e for e in found if e.reward is None]
+    best = graded[:count]
+    worst = graded[max(len(best), len(graded) - count) :][::-1]
+    shown = (
+        [("best", e) for e in best]
+        + [("worst", e) for e in worst]
+        + [("ungraded", e) for e in ungraded[: 0 if graded else count]]
+    )
+    counts = f"{len(graded)} graded, {len(ungraded)} ungraded" if ungraded else f"{len(graded)} graded"
+    return Picked(step, counts, shown)
+
+
+def plot(rows: Iterable[Mapping[str, Any]], width: int, height: int = 10) -> str:
+    """Train reward and held-out reward over steps, in characters; empty when there is nothing to plot."""
+    series = {
+        mark: [(row["step"], float(row[name])) for row in rows if _is_number(row.get(name))]
+        for mark, name in (("•", "reward_mean"), ("○", "eval_reward"))
+    }
+    points = [point for values in series.values() for point in values]
+    if len({step for step, _ in points}) < 2:
+        return ""
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    width = max(2, min(width, 2 * (last - first) + 1))
+    grid = [[" "] * width for _ in range(height)]
+    for mark, values in series.items():
+        columns: dict[int, list[float]] = {}
+        for step, value in values:
+            columns.setdefault(round((step - first) / (last - first) * (width - 1)), []).append(value)
+        for column, held in columns.items():
+            line = round((high - sum(held) / len(held)) / (high - low) * (height - 1))
+            grid[line][column] = mark
+    labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"]
+    lines = [f"{label:>9} │{''.join(cells)}".rstrip() for label, cells in zip(labels, grid, strict=True)]
+    axis = f"{'step':>9}  {first}{str(last).rjust(width - len(str(first)))}"
+    legend = f"{'reward':>9}   • train" + ("   ○ held-out" if series["○"] else "")
+    return "\n".join([legend, *lines, f"{'':>9} └{'─' * width}", axis])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Columns that have a value. Of a long run TABLE_ROWS steps, evenly spread with both ends, and those evaluated."""
+    if len(rows) > TABLE_ROWS:
+        spread = {rows[round(i * (len(rows) - 1) / (TABLE_ROWS - 1))]["step"] for i in range(TABLE_ROWS)}
+        evaluated = [row["step"] for row in rows if row.get("eval_reward") is not None]
+        spread.update(evaluated if len(evaluated) <= TABLE_ROWS else ())
+        rows = [row for row in rows if row["step"] in spread]
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    grid = Table(box=None, pad_edge=False)
+    for name in names:
+        grid.add_column(COLUMNS[name][0], justify="right")
+    for row in rows:
+        grid.add_row(*["" if row.get(name) is None else format(row[name], COLUMNS[name][1]) for name in names])
+    return grid
+
+
+def heading(word: str, episode: Episode) -> str:
+    """One line about an episode."""
+    calls = sum(len(trajectory.steps) for trajectory in episode.trajectories)
+    verdict = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
+    parts = [
+        f"task {episode.task_id}, rollout {episode.rollout_idx}",
+        verdict,
+        episode.termination_reason.value,
+        f"{calls} {'call' if calls == 1 else 'calls'}",
+    ]
+    return f"{word}: {', '.join(parts)}" + (f" ({episode.reason})" if episode.reason else "")
+
+
+def transcript(episode: Episode) -> list[tuple[str, str]]:
+    """(who, text) in the order it was said. A call that does not continue the one before says where it goes on from."""
+    lines: list[tuple[str, str]] = []
+    for trajectory in episode.trajectories:
+        if len(episode.trajectories) > 1:
+            lines.append(("trajectory", trajectory.name))
+        before: Step | None = None
+        for number, step in enumerate(trajectory.steps, 1):
+            if before is not None and step.parent != before.id:
+                lines.append(
+                    (f"call {number}", "a new conversation" if step.parent is None else f"continues call {step.parent}")
+                )
+            lines += [(message.role, _text(message)) for message in step.messages]
+            if step.response is not None:
+                lines.append(
+                    ("assistant" + (" (cut off)" if step.finish_reason == "length" else ""), _text(step.response))
+                )
+            before = step
+    return lines
+
+
+def _text(message: Message) -> str:
+    parts = [f"(thinks) {message.reasoning}"] if message.reasoning else []
+    parts += [message.content] if message.content else []
+    parts += [f"-> {call.name}({call.arguments})" for call in message.tool_calls]
+    text = "\n".join(parts)
+    if len(text) > TEXT_LIMIT:
+        text = f"{text[: TEXT_LIMIT // 2]}\n[... {len(text) - TEXT_LIMIT} characters ...]\n{text[-TEXT_LIMIT // 2 :]}"
+    return text + (" (a tool call that could not be parsed)" if message.malformed else "")
+
+
+def _title(folder: Path, manifest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    config = manifest.get("config", {})
+    parts = [f"{name} {value}" for name in ("task", "level") if (value := manifest.get(name))]
+    parts += [f"{name} {config[name]}" for name in ("model", "seed") if name in config]
+    done = f"{rows[-1]['step']} of {config.get('steps', '?')} steps" if rows else "no step has finished yet"
+    return f"{folder}: {', '.join([*parts, done])}"
+
+
+def _json(
+    folder: Path, manifest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], picked: Picked | None
+) -> dict[str, Any]:
+    plain = [
+        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
+    ]
+    found: dict[str, Any] = {
+        "run": str(folder),
+        "manifest": manifest,
+        "metrics": plain,
+        "step": picked.step if picked else None,
+    }
+    for word, episode in picked.shown if picked else ():
+        calls = [step for trajectory in episode.trajectories for step in trajectory.steps]
+        found.setdefault(word, []).append(
+            {
+                "task_id": episode.task_id,
+                "rollout_idx": episode.rollout_idx,
+                "reward": episode.reward,
+                "is_correct": episode.is_correct,
+                "termination_reason": episode.termination_reason.value,
+                "reason": episode.reason,
+                "calls": [
+                    {
+                        "messages": [asdict(m) for m in s.messages],
+                        "response": asdict(s.response) if s.response else None,
+                    }
+                    for s in calls
+                ],
+            }
+        )
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(printable(text), style), soft_wrap=True)
