@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -94,14 +95,17 @@ class ChatTemplate:
             texts = list(_all_texts(messages, tools))
         if not any(map(self._special_pattern.search, texts)):
             return ""
-        return next(mark for mark in map(chr, range(0xE000, 0xF900)) if not any(mark in text for text in texts))
+        used = set().union(*texts)
+        for mark in map(chr, itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))):  # private use
+            if mark not in used:
+                return mark
+        raise RequestError("The messages use up every private-use character of Unicode.", "messages")
 
     def masked(self, messages: Sequence[Message], count: int, tools: Tools = ()) -> tuple[list[Message], list[str]]:
         """The messages, assistant turns among the first `count` replaced by words that occur nowhere; those words."""
         texts = list(_all_texts(messages, tools))
-        stem = next(
-            stem for stem in (f"TURN{salt}X" for salt in range(len(texts) + 1)) if not any(stem in t for t in texts)
-        )
+        stems = (f"TURN{salt}X" for salt in itertools.count())
+        stem = next(stem for stem in stems if not any(stem in text for text in texts))
         masked, words = list(_numbered(messages)), []
         for index, message in enumerate(masked[:count]):
             if message.role == "assistant":

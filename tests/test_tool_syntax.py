@@ -1,0 +1,247 @@
+"""Tool-call syntaxes and the reader of assistant turns, on plain text."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minirllm.tool_syntax import SYNTAXES, TurnReader, parsed_arguments, read_json, same_call
+from minirllm.types import Message, ToolCall
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}},
+        },
+    }
+]
+
+
+def read(text: str, syntax: str | None = "hermes", stops: tuple[str, ...] = (), thinking: bool | None = False) -> Message:
+    reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
+    reader.feed(text)
+    reader.finish()
+    return reader.message()
+
+
+def calls(message: Message) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in message.tool_calls]
+
+
+# ---- JSON calls ----
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "f", "arguments": {"a":  1}}', [("f", '{"a":  1}')]),  # the arguments' own spacing is kept
+        (' {"arguments":{"a":"}"},"x":[1,{"y":2}],"name":"f"}\n', [("f", '{"a":"}"}')]),
+        ('{"name": "f", "parameters": {}}', [("f", "{}")]),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", '{"a": 1}')]),  # encoded twice
+        ('{"name": "f"}', [("f", "{}")]),
+        ('{"name": "f", "arguments": null}', [("f", "{}")]),
+        ('{"name": "f", "arguments": {}} {"name": "g"}', [("f", "{}"), ("g", "{}")]),
+        ('[{"name": "f"}, {"name": "g"}]', [("f", "{}"), ("g", "{}")]),
+        ("", None),
+        ("[]", None),
+        ("{}", None),
+        ('{"name": ""}', None),
+        ('{"name": 3}', None),
+        ('{"name": "\\ud800"}', None),  # could not be sent on as UTF-8
+        ('{"name": "f", "arguments": [1]}', None),
+        ('{"name": "f", "arguments": "no JSON"}', None),
+        ('{"name": "f", "arguments": {"a": NaN}}', None),  # the agent's JSON parser would refuse it
+        ('{"name": "f", "arguments": {"a": 1}', None),
+        ('{"name": "f", "arguments": {"a": 1}} and more', None),
+        ('["f"]', None),
+        ('{"name": "f", "arguments": ' + '{"a":' * 5000, None),
+        ('{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001, None),
+        ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", None),  # more digits than Python reads
+    ],
+)
+def test_json_calls(text: str, expected: list[tuple[str, str]] | None) -> None:
+    assert read_json(text, ()) == expected
+
+
+def test_a_bare_object_is_a_call_only_with_arguments() -> None:
+    assert calls(read('{"name": "f", "parameters": {"n": 1}}', "llama3_json")) == [("f", '{"n": 1}')]
+    answer = read('{"name": "Bob"}', "llama3_json")
+    assert (answer.content, answer.tool_calls, answer.malformed) == ('{"name": "Bob"}', (), False)
+    broken = read('{"name": "f", "parameters": {"n": }}', "llama3_json")
+    assert (broken.content, broken.malformed) == ('{"name": "f", "parameters": {"n": }}', True)
+    assert calls(read('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', "llama3_json")) == [
+        ("f", "{}"),
+        ("f", "{}"),
+    ]
+
+
+def test_xml_values_are_typed_by_the_schema() -> None:
+    block = "<tool_call>\n<function=f>\n<parameter=n>\n12\n</parameter>\n<parameter=s>\n12\n</parameter>\n</function>\n</tool_call>"
+    assert json.loads(read(block, "qwen3_xml").tool_calls[0].arguments) == {"n": 12, "s": "12"}
+    text = read(block.replace("12\n</parameter>\n<parameter=s>", "twelve\n</parameter>\n<parameter=s>"), "qwen3_xml")
+    assert json.loads(text.tool_calls[0].arguments) == {"n": "twelve", "s": "12"}
+    assert read("<tool_call><function=f>junk</function></tool_call>", "qwen3_xml").malformed
+
+
+@pytest.mark.parametrize("tools", [[], [{}], [{"function": 3}], [{"function": {"name": "f", "parameters": "x"}}], [None]])
+def test_tools_of_any_shape_are_survived(tools: list) -> None:
+    assert SYNTAXES["qwen3_xml"].read("<function=f><parameter=n>1</parameter></function>", tools) == [("f", '{"n": "1"}')]
+
+
+def test_mistral_forms() -> None:
+    assert calls(read('[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "000000000"}]', "mistral")) == [("f", '{"n": 1}')]
+    assert calls(read('ok [TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', "mistral")) == [
+        ("f", '{"n": 1}'),
+        ("g", "{}"),
+    ]
+    assert read("[TOOL_CALLS]f[ARGS]{", "mistral").malformed
+
+
+names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+values = st.one_of(st.text(st.characters(codec="utf-8"), max_size=12), st.integers(-99, 99), st.booleans(), st.none())
+objects = st.dictionaries(names, values, max_size=3)
+
+
+@pytest.mark.parametrize("syntax", ["hermes", "mistral", "llama3_json"])
+@given(written=st.lists(st.tuples(names, objects), min_size=1, max_size=3))
+def test_what_is_written_reads_back(syntax: str, written: list) -> None:
+    made = [ToolCall("", name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in written]
+    message = read(SYNTAXES[syntax].write(made), syntax)
+    assert calls(message) == [(call.name, call.arguments) for call in made]
+    assert (message.content, message.malformed) == ("", False)
+
+
+def test_xml_writes_what_it_reads() -> None:
+    made = [ToolCall("", "f", '{"n": 3, "s": "a\\nb"}'), ToolCall("", "f", "{}")]
+    assert calls(read(SYNTAXES["qwen3_xml"].write(made), "qwen3_xml")) == [("f", '{"n": 3, "s": "a\\nb"}'), ("f", "{}")]
+
+
+def test_arguments_that_are_no_object() -> None:
+    assert parsed_arguments("[1]") is None
+    assert parsed_arguments("{") is None
+    assert parsed_arguments('{"a": 1} x') is None
+    written = SYNTAXES["hermes"].write([ToolCall("", "f", "not JSON")])
+    assert written == '<tool_call>\n{"name": "f", "arguments": "not JSON"}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ('{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
+        ('{"a": 1.0}', '{"a": 1}', True),
+        ('{"a": "\\u00e9"}', '{"a": "é"}', True),
+        ('{"a": 1}', '{"a": true}', False),
+        ('{"a": "1"}', '{"a": 1}', False),
+        ("broken {", " broken { ", True),
+        ("broken {", "broken [", False),
+        ('{"a":' * 5000, '{"a":' * 5001, False),
+    ],
+)
+def test_calls_are_compared_as_json(a: str, b: str, same: bool) -> None:
+    assert same_call(ToolCall("1", "f", a), ToolCall("2", "f", b)) is same
+    assert not same_call(ToolCall("1", "f", a), ToolCall("1", "g", a))
+
+
+# ---- turns ----
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "names", "malformed"),
+    [
+        ("  plain\n", "  plain\n", "", [], False),
+        ("<think>\nwhy\n</think>\n\nbecause ", "because ", "why", [], False),
+        (" \n<think>a<b</think>c", "c", "a<b", [], False),
+        ("<think>cut off", "", "cut off", [], False),
+        ("<think></think>x", "x", "", [], False),
+        ("x <think>y</think>", "x <think>y</think>", "", [], False),  # only at the beginning
+        ('so:\n<tool_call>\n{"name": "f"}\n</tool_call>\n', "so:", "", ["f"], False),
+        ('<think>t</think>\n<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "", "t", ["f", "g"], False),
+        ('a <tool_call>{"name": "f"}</tool_call> b', "a\nb", "", ["f"], False),
+        ('<tool_call>{"name": "f"}', "", "", ["f"], False),  # the closing tag was left out
+        ('a <tool_call>{"name": "f"', 'a <tool_call>{"name": "f"', "", [], True),
+        ("a\n<tool_call>x</tool_call> b", "a\n<tool_call>x</tool_call> b", "", [], True),
+        ('<tool_call>x</tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>x</tool_call>", "", ["f"], True),
+        ('<tool_call>{"name": "f", "arguments": {"s": "</tool_call>"}}</tool_call>', "", "", ["f"], False),
+        ("a <tool_cal", "a <tool_cal", "", [], False),
+        ("", "", "", [], False),
+    ],
+)
+def test_turns(text: str, content: str, reasoning: str, names: list[str], malformed: bool) -> None:
+    message = read(text)
+    assert (message.content, message.reasoning, message.malformed) == (content, reasoning, malformed)
+    assert [call.name for call in message.tool_calls] == names
+    assert [call.id for call in message.tool_calls] == [f"call_{index}" for index in range(len(names))]
+
+
+def test_without_tools_calls_are_text() -> None:
+    text = ' <tool_call>{"name": "f"}</tool_call> '
+    assert read(text, None) == Message("assistant", text)
+
+
+def test_turns_that_begin_inside_the_reasoning() -> None:
+    message = read("\nwhy\n</think>\n\nyes", None, thinking=True)
+    assert (message.reasoning, message.content) == ("why", "yes")
+
+
+def test_raw_text_keeps_its_tags() -> None:
+    assert read(" <think>x</think>", None, thinking=None) == Message("assistant", " <think>x</think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "content"),
+    [
+        ("one\ntwo", ("\n",), "one"),
+        ("abc", ("",), "abc"),
+        ("abcd", ("abcd", "c"), "ab"),  # "c" is complete first, as if it came character by character
+        ("aab", ("ab",), "a"),
+        ("ends in EN", ("END",), "ends in EN"),
+        ("<think>a END b</think>c", ("END",), ""),
+    ],
+)
+def test_stop_strings(text: str, stops: tuple[str, ...], content: str) -> None:
+    assert read(text, None, stops).content == content
+    reader = TurnReader(None, (), stops)
+    for character in text:
+        reader.feed(character)
+    reader.finish()
+    assert reader.message().content == content
+    assert reader.stopped == (content != text)
+
+
+def test_text_is_not_held_back_longer_than_needed() -> None:
+    reader = TurnReader(SYNTAXES["hermes"], TOOLS, ("STOP",))
+    assert [reader.feed(piece).text for piece in ("Hel", "lo ", "wor", "ld S", "o <", "b>")] == ["Hel", "lo", " wor", "ld", " So", " <b>"]
+    deltas = [reader.feed(piece) for piece in (" <tool_call>", '{"name": "f"}', "</tool_call>", " ")]
+    assert [delta.text for delta in deltas] == ["", "", "", ""]
+    assert [len(delta.tool_calls) for delta in deltas] == [0, 0, 1, 0]  # sent as soon as it is complete
+    assert reader.finish().text == ""
+
+
+fragments = st.sampled_from(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"s": "x"}}', '{"name"', "{", "}", '"',
+     "<function=f>", "<parameter=n>1</parameter>", "</function>", "<|python_tag|>", "[TOOL_CALLS]", "f[ARGS]{}", "; ", " ", "\n",
+     "word", "é", "<", "STOP", "ST", "</tool", "<thi"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", [None, *SYNTAXES])
+@given(parts=st.lists(fragments, max_size=14), cuts=st.lists(st.integers(0, 200), max_size=12), data=st.data())
+def test_pieces_of_any_size_give_the_same_turn(syntax: str | None, parts: list[str], cuts: list[int], data: st.DataObject) -> None:
+    text = "".join(parts)
+    stops = data.draw(st.sampled_from([(), ("STOP",), ("OP", "STO"), ("</tool", "}}")]))
+    thinking = data.draw(st.sampled_from([False, True, None]))
+    reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    deltas = [reader.feed(text[start:end]) for start, end in pairwise(edges)]
+    deltas.append(reader.finish())
+    message = reader.message()
+    assert message == read(text, syntax, stops, thinking)
+    assert message.content == "".join(delta.text for delta in deltas)
+    assert message.reasoning == "".join(delta.reasoning for delta in deltas)
+    assert message.tool_calls == tuple(call for delta in deltas for call in delta.tool_calls)
