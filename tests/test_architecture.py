@@ -20,9 +20,9 @@ PACKAGE = ROOT / "minirllm"
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
     "attention errors machine types",
-    "client config dialects embedded exactness tiny tool_syntax tree",
+    "client config conversation dialects embedded exactness tiny tool_syntax tree",
     "algorithms flow models policy renderer sandboxes trackers",
-    "batch checkpoint engines log rewards store",
+    "batch checkpoint engines inflight log rewards store",
     "session trainer",
     "exchange rollouts show",
     "evaluate server",

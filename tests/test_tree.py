@@ -61,7 +61,8 @@ def naive_size(calls: list[Call]) -> int:
                 break
             at, used = at[key], used + 1
             trail.append(key)
-        for key in [(token, None) for token in prompt[used:]] + [(token, (call_id, i)) for i, token in enumerate(sampled)]:
+        keys: list[tuple] = [(token, None) for token in prompt[used:]]
+        for key in keys + [(token, (call_id, i)) for i, token in enumerate(sampled)]:
             size += key not in at
             at = at.setdefault(key, {})
             trail.append(key)
@@ -105,8 +106,9 @@ def test_round_trip_through_json(calls: list[Call]) -> None:
 def check(forest: Forest) -> None:
     """What every forest promises."""
     assert len(forest.node_start_N) == len(forest.node_end_N) == len(forest.node_parent_N)
-    assert forest.node_start_N.tolist() == [0, *forest.node_end_N.tolist()][: len(forest.node_start_N)], "spans tile the tokens"
-    assert (forest.node_end_N.tolist() or [0])[-1] == len(forest)
+    starts, ends = forest.node_start_N.tolist(), forest.node_end_N.tolist()
+    assert starts == [0, *ends][: len(starts)], "spans tile the tokens"
+    assert (ends or [0])[-1] == len(forest)
     for t in range(len(forest)):
         parent = forest.parent_T[t]
         assert parent < t
@@ -120,7 +122,8 @@ def check(forest: Forest) -> None:
         assert forest.node_parent_N[n] < n
         index = [t for a, b in path for t in range(a, b)]
         assert forest.parent_T[index].tolist() == [ROOT, *index[:-1]], "a path is the chain of parents"
-        assert len(path) == 1 or (forest.node_parent_N == forest.node_parent_N[n]).sum() > 1, "an only child is part of its parent's run"
+        siblings = (forest.node_parent_N == forest.node_parent_N[n]).sum()
+        assert len(path) == 1 or siblings > 1, "an only child is part of its parent's run"
     assert forest.token_T.dtype == forest.parent_T.dtype == forest.node_end_N.dtype == np.int64
     assert forest.logprob_T.dtype == forest.weight_T.dtype == np.float32
     assert forest.trained_T.dtype == np.bool_
@@ -210,7 +213,9 @@ def test_a_prompt_does_not_enter_a_sample_it_does_not_continue() -> None:
 
 
 def test_the_order_of_parallel_calls_does_not_show_in_the_forest() -> None:
-    calls = [([1, 2, 3], [7, 7], "a"), ([1, 2, 3], [7, 8], "b"), ([1, 2, 4], [9], "c"), ([1, 2], [7], "d"), ([5], [7], "e")]
+    calls = [([1, 2, 3], [7, 7], "a"), ([1, 2, 3], [7, 8], "b"), ([1, 2, 4], [9], "c"), ([1, 2], [7], "d")]
+    calls += [([5], [7], "e")]
+    names = ("token_T", "parent_T", "trained_T", "logprob_T", "node_start_N", "node_parent_N")
     reference = None
     for seed in range(6):
         shuffled = random.Random(seed).sample(calls, len(calls))
@@ -218,7 +223,7 @@ def test_the_order_of_parallel_calls_does_not_show_in_the_forest() -> None:
         for prompt, sampled, call_id in shuffled:
             tree.add(prompt, completion(sampled), call_id)
         forest, _ = merge([tree, tree])
-        rows = [getattr(forest, name).tolist() for name in ("token_T", "parent_T", "trained_T", "logprob_T", "node_start_N", "node_parent_N")]
+        rows = [getattr(forest, name).tolist() for name in names]
         reference = reference or rows
         assert rows == reference
 
