@@ -1,0 +1,116 @@
+"""Whole training steps beside TRL's GRPOTrainer, in one run: same model, prompts, group size, LoRA, batch, fp32, threads.
+
+Owns: the comparison and its JSON. Ours is the whole product: agents over HTTP, sessions, engine, trainer, and the log.
+``python benchmarks/side_by_side.py --trl-python PATH [--steps 3] [--rounds 2] [--out FILE]``; TRL has an environment of
+its own (benchmarks/peers/trl_steps.py says how).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from minirllm import Config, EvalOutput, Task, evaluator, models, rollout
+from minirllm.client import chat
+from minirllm.flow import TaskModule
+from minirllm.log import machine
+from minirllm.train import train
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import workload
+
+GROUP, PROMPTS, NEW_TOKENS = 8, 4, 64
+CASES = {"a": {"sentences": 3, "target": 2.5}, "b": {"sentences": 12, "target": 4.0}}  # prompts of about 94 and 300 tokens
+
+
+@rollout
+async def agent(task: Task, config: Any) -> None:
+    await chat(config, [{"role": "user", "content": task.instruction}], ignore_eos=True)
+
+
+@evaluator
+async def grade(task: Task, episode: Any) -> EvalOutput:
+    return EvalOutput(workload.reward(episode.answer))
+
+
+def ours(sentences: int, steps: int, determinism: str) -> dict[str, Any]:
+    """Runs `steps` training steps in this process; seconds and peak memory."""
+    tasks = [Task(str(i), text) for i, text in enumerate(workload.prompts(PROMPTS, sentences))]
+    task = TaskModule("side-by-side", agent, grade, lambda config: tasks, lambda config: tasks)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            steps=steps, batch_size=PROMPTS, group_size=GROUP, max_tokens=NEW_TOKENS, lr=1e-6, lora_rank=16, lora_alpha=32.0,
+            eval_tasks=0, save_every=steps, runs_dir=folder, run="ours", determinism=determinism, threads=2,
+        )  # fmt: skip
+        asyncio.run(train(task, config, quiet=True))
+        rows = [json.loads(line) for line in (Path(folder) / "ours/metrics.jsonl").read_text().splitlines()]
+        level = json.loads((Path(folder) / "ours/manifest.json").read_text())["level"]
+    assert all(row["tokens_generated"] == GROUP * PROMPTS * NEW_TOKENS for row in rows)
+    return {
+        "level": level,
+        "seconds": [row["seconds_step"] for row in rows],
+        "generate_seconds": [row["seconds_generate"] for row in rows],
+        "train_seconds": [row["seconds_train"] for row in rows],
+        "trained_tokens": rows[-1]["trained_tokens"],
+        "tokens": rows[-1]["tokens"],
+        "mismatch_max": max(row.get("mismatch_max", 0.0) for row in rows),
+        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def child(command: list[str]) -> dict[str, Any]:
+    """The JSON object on the last line of what `command` prints."""
+    environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trl-python")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--determinism", default="auto")
+    parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/baselines/side_by_side.json"))
+    parser.add_argument("--ours", type=int, help="(internal) run ours with this many sentences and print JSON")
+    options = parser.parse_args()
+    if options.ours:
+        print(json.dumps(ours(options.ours, options.steps, options.determinism)))
+        return
+    folder = str(models.resolve("smollm2-135m").path)
+    result: dict[str, Any] = {"machine": machine(), "cases": {}}
+    for name in options.case or list(CASES):
+        sentences, found = CASES[name]["sentences"], {"trl": [], "ours": [], "fast": []}
+        common = ["--steps", str(options.steps)]
+        for _ in range(options.rounds):
+            this = [sys.executable, __file__, "--ours", str(sentences), *common]
+            found["ours"].append(child([*this, "--determinism", "auto"]))
+            found["fast"].append(child([*this, "--determinism", "off"]))
+            if options.trl_python:
+                script = str(Path(__file__).parent / "peers/trl_steps.py")
+                found["trl"].append(child([options.trl_python, script, folder, "--sentences", str(sentences), *common]))
+        medians = {key: statistics.median(s for run in runs for s in run["seconds"]) for key, runs in found.items() if runs}
+        case = {"sentences": sentences, "target": CASES[name]["target"], "median_seconds": medians, **found}
+        if "trl" in medians:
+            case["times_faster"] = medians["trl"] / medians["ours"]
+        result["cases"][name] = case
+        print(name, medians, case.get("times_faster"))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
