@@ -1,5 +1,6 @@
 """log.py and trackers.py: what a run folder holds, what the console says, and who may write."""
 
+import asyncio
 import fcntl
 import io
 import json
@@ -354,3 +355,14 @@ def test_tensorboard_writes_event_files(tmp_path):
     tracker.log(1, {"reward_mean": 0.5})
     tracker.close()
     assert b"reward_mean" in next((tmp_path / "tensorboard").iterdir()).read_bytes()
+
+
+async def test_what_a_run_says_from_the_event_loop_does_not_block_it(tmp_path):
+    run = await asyncio.to_thread(RunLog, tmp_path / "r", Config(), console=console())
+    await asyncio.to_thread(run.manifest, level="exact")
+    run.say("a")
+    run.warn("b")
+    run.progress("step 1", 1, 2)
+    await asyncio.to_thread(run.step, {"step": 1})
+    run.close()
+    assert said(run) == "a\nb\nstep 1/20 | exact\n"
