@@ -91,10 +91,9 @@ def test_every_role_and_field_of_real_conversations() -> None:
 
 
 def test_defaults_nulls_and_unknown_fields_ask_for_nothing() -> None:
-    names = "temperature top_p top_k seed stop n max_tokens max_completion_tokens tools tool_choice logit_bias audio functions modalities"
-    nulls = dict.fromkeys(
-        [*names.split(), "stream", "stream_options", "response_format", "logprobs", "top_logprobs", "echo"]
-    )
+    names = "temperature top_p top_k seed stop n max_tokens max_completion_tokens tools tool_choice logit_bias audio "
+    names += "functions modalities stream stream_options response_format logprobs top_logprobs echo"
+    nulls = dict.fromkeys(names.split())
     others = {
         "reasoning_effort": None,
         "store": False,
@@ -115,17 +114,23 @@ def test_defaults_nulls_and_unknown_fields_ask_for_nothing() -> None:
 
 def test_sampling_fields_arrive() -> None:
     request = parse(
-        temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=-3, stop="END", max_tokens=32000, presence_penalty=1, frequency_penalty=-1,
-        n=3, logprobs=True, top_logprobs=2, return_token_ids=True, stream=True, stream_options={"include_usage": True},
-    )  # fmt: skip
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        seed=-3,
+        stop="END",
+        max_tokens=32000,
+        n=3,
+        logprobs=True,
+        top_logprobs=2,
+        return_token_ids=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.5, 0, 0.1, -3)
-    assert (params.stop, params.max_tokens, params.presence_penalty, params.frequency_penalty) == (
-        ("END",),
-        32000,
-        1,
-        -1,
-    )
+    assert (params.stop, params.max_tokens) == (("END",), 32000)
     assert (request.n, request.logprobs, params.top_logprobs, request.return_token_ids) == (3, True, 2, True)
     assert request.stream
     assert request.include_usage
@@ -139,20 +144,41 @@ def test_near_greedy_is_kept_and_the_newer_name_wins() -> None:
     assert parse(stop=["a", "b"]).params.stop == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
-        ("temperature", True), ("top_p", 1.5), ("top_p", -0.5), ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("presence_penalty", 3),
-        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", "9"), ("max_completion_tokens", -5),
-        ("n", 0), ("n", -1), ("n", 129), ("n", "2"), ("n", True), ("seed", "x"), ("seed", 2**63), ("stop", 5), ("stop", ""), ("stop", ["a", 1]),
-        ("stop", ["x"] * 17), ("stream", "yes"), ("logprobs", 3), ("top_logprobs", 2), ("top_logprobs", 21), ("model", 7),
-        ("messages", []), ("messages", None), ("messages", "hi"), ("tools", {}), ("stream_options", []), ("response_format", "json"),
-        ("logit_bias", {"5": 100}), ("audio", {"voice": "x"}), ("modalities", ["text", "audio"]), ("functions", [{"name": "f"}]),
-        ("function_call", "auto"), ("best_of", 2), ("echo", True), ("suffix", "x"), ("repetition_penalty", 1.1), ("min_tokens", 4),
-        ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "run"}}), ("stop_token_ids", ["a"]),
-    ],
-)  # fmt: skip
+WRONG = {
+    "temperature": [-0.1, 2.1, math.nan, math.inf, "1", True],
+    "top_p": [1.5, -0.5],
+    "top_k": [-2, 1.5],
+    "min_p": [2],
+    "presence_penalty": [3],
+    "max_tokens": [-1, 0, 1.5, "9"],
+    "max_completion_tokens": [-5],
+    "n": [0, -1, 129, "2", True],
+    "seed": ["x", 2**63],
+    "stop": [5, "", ["a", 1], ["x"] * 17],
+    "stop_token_ids": [["a"], [-1]],
+    "stream": ["yes"],
+    "stream_options": [[]],
+    "logprobs": [3],
+    "top_logprobs": [2, 21],
+    "model": [7],
+    "messages": [[], None, "hi"],
+    "tools": [{}],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "run"}}],
+    "response_format": ["json"],
+    "logit_bias": [{"5": 100}],
+    "audio": [{"voice": "x"}],
+    "modalities": [["text", "audio"]],
+    "functions": [[{"name": "f"}]],
+    "function_call": ["auto"],
+    "best_of": [2],
+    "echo": [True],
+    "suffix": ["x"],
+    "repetition_penalty": [1.1],
+    "min_tokens": [4],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_wrong_value_is_refused_by_name(field, value) -> None:
     problem = refused(**{field: value})
     assert problem.param == field
@@ -170,16 +196,19 @@ def test_a_wrong_value_is_refused_by_name(field, value) -> None:
         ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": {"type": "text", "text": "x"}}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": ["a", {"type": "input_audio"}]}, "messages[0].content[1].type"),
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[0].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "messages[0].tool_calls[0].function.name"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 4}}]}, "messages[0].tool_calls[0].function.arguments"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 4}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_message_is_refused_by_its_place(message, param) -> None:
     assert refused(messages=[message]).param == param
 
@@ -261,72 +290,11 @@ def test_overridden_sampling_is_reported() -> None:
     assert chat.response(reply(overridden={"temperature": 1.0}), parse(), text_of)["overridden"] == {"temperature": 1.0}
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-
-
-def form(schema) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-@pytest.mark.parametrize(
-    ("text", "response_format", "expected"),
-    [
-        ('{"a": 1}', form(SCHEMA), None),
-        ('{"a": "1"}', form(SCHEMA), "choice 0: $.a: '1' is not of type 'integer'"),
-        ("{}", form(SCHEMA), "choice 0: $: 'a' is a required property"),
-        ('{"a": 1, "b": 2}', form(SCHEMA), "choice 0: $: Additional properties"),
-        ("no", form(SCHEMA), "choice 0: not JSON"),
-        ("[1]", {"type": "json_object"}, "choice 0: JSON, but not an object"),
-        ("{}", {"type": "json_object"}, None),
-        ("no", {"type": "text"}, None),
-        ("[" * 100_000, {"type": "json_object"}, "choice 0: not JSON"),
-        ("1", form({"$ref": "http://127.0.0.1:9/never-fetched"}), "choice 0: the schema cannot be followed"),
-        ("1", form({"$ref": "#"}), "choice 0: the schema cannot be followed"),
-        (
-            json.dumps("a" * 50 + "b"),
-            form({"type": "string", "pattern": "^(a+)+$"}),
-            None,
-        ),  # not run: it would never end
-        (
-            '{"aaaa": 1}',
-            form({"patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False}),
-            None,
-        ),
-    ],
-)
-def test_the_answer_is_checked_against_the_format(text, response_format, expected) -> None:
-    said = chat.response(reply(Message("assistant", text)), parse(response_format=response_format), text_of).get(
-        "format_error"
-    )
-    assert said is expected or said.startswith(expected)
-
-
-def test_several_choices_say_which_broke_the_format_and_tool_calls_are_exempt() -> None:
-    call = Message("assistant", "", (ToolCall("c", "run", "{}"),))
-    answer = reply(Message("assistant", "{}"), Message("assistant", "no"), call)
-    said = chat.response(answer, parse(response_format={"type": "json_object"}), text_of)["format_error"]
-    assert said.startswith("choice 1: not JSON")
-    assert "choice 2" not in said
-
-
-@pytest.mark.parametrize(
-    ("response_format", "param"),
-    [
-        ({"type": "xml"}, "response_format.type"),
-        ({"type": "json_schema"}, "response_format.json_schema"),
-        (form({"type": "nonsense"}), "response_format.json_schema.schema"),
-        (form([]), "response_format.json_schema.schema"),
-    ],
-)
-def test_a_wrong_format_is_refused(response_format, param) -> None:
-    assert refused(response_format=response_format).param == param
-
-
 def test_error_bodies() -> None:
     assert chat.error(ContextOverflow(100, 120)) == {
         "error": {
-            "message": "This model's maximum context length is 100 tokens. However, your messages resulted in 120 tokens. "
-            "Please reduce the length of the messages.",
+            "message": "This model's maximum context length is 100 tokens. "
+            "However, your messages resulted in 120 tokens. Please reduce the length of the messages.",
             "type": "invalid_request_error",
             "param": "messages",
             "code": "context_length_exceeded",

@@ -1,7 +1,7 @@
 """`response_format`: is the request's schema sound, and does the answer follow it?
 
-Owns: the check after the fact. Nothing constrains decoding: training needs samples of the full distribution, so an answer
-that breaks the format is returned as sampled, with a sentence that says what is wrong. Does not know: HTTP, sessions.
+Owns: the check after the fact. Nothing constrains decoding: training needs samples of the full distribution, so an
+answer that breaks the format is returned as sampled, with a sentence that says what is wrong. Does not know: HTTP.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse(fields: Fields) -> dict[str, Any] | None:
 
 
 def error(reply: ModelReply, form: dict[str, Any] | None) -> str | None:
-    """What keeps the answers from following `form`, one sentence per choice; None when nothing does. Tool calls are exempt."""
+    """What keeps the answers from following `form`, per choice; None when nothing does. Tool calls are exempt."""
     if form is None:
         return None
     found = {c.index: _broken(c.message.content, form) for c in reply.choices if not c.message.tool_calls}

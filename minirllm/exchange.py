@@ -1,0 +1,231 @@
+"""One model call over one HTTP exchange, in plain ASGI: read the body, run the call, send the answer as it comes.
+
+Owns: body limits and JSON checks, streaming and keep-alive events, noticing that the client left, telling the session
+that the answer was delivered. Does not know: routes, keys, what a body means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from minirllm.dialects import AnswerStream, Dialect
+from minirllm.errors import RequestError, SessionClosed, TooLarge
+from minirllm.session import Session
+from minirllm.types import Delta, ModelReply, ModelRequest
+
+MAX_DEPTH = 64  # of nested lists and objects
+LINGER = 2.0  # seconds that the rest of a refused body is read and dropped, so that the client gets to read the refusal
+SHUTTING_DOWN = "The server is shutting down."
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was sent."""
+
+
+async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int) -> bytes:
+    """The body of a JSON request. Raises RequestError with 413 or 415, ClientGone when it does not arrive."""
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise with_status(415, f"Send JSON with the header 'Content-Type: application/json', not {kind[:100]!r}.")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise with_status(415, "Send the body without Content-Encoding: compressed bodies are not supported.")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > max_body:
+        raise TooLarge(f"The body has {length[:20]} bytes; at most {max_body} are accepted.")
+    raw = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        raw += message.get("body", b"")
+        if len(raw) > max_body:
+            raise TooLarge(f"The body is larger than the {max_body} bytes that are accepted.")
+        if not message.get("more_body", False):
+            return bytes(raw)
+
+
+def decode_json(raw: bytes) -> Any:
+    """Strict JSON: UTF-8, no NaN, no key twice, nested at most MAX_DEPTH deep. A lone surrogate becomes U+FFFD."""
+    if not raw.strip():
+        raise RequestError("The body is empty: send a JSON object.")
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise RequestError(f"The body is nested more than {MAX_DEPTH} levels deep.") from None
+    except ValueError as error:
+        raise RequestError(f"The body is not valid JSON: {error}.") from None
+    if _deeper_than(value, MAX_DEPTH):
+        raise RequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    if b"\\ud" in raw.lower():
+        return json.loads(LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)[:100]!r} appears twice")
+    return values
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def with_status(status: int, message: str, code: str | None = None) -> RequestError:
+    """A RequestError answered with another status than 400."""
+    problem = RequestError(message)
+    problem.status, problem.code = status, code
+    return problem
+
+
+class Exchange:
+    """The sending half of one HTTP request. Exactly one of `run` and `fail` ends it."""
+
+    def __init__(self, receive: Receive, send: Send, dialect: Dialect, keep_alive: float):
+        self.receive, self.send, self.dialect, self.keep_alive = receive, send, dialect, keep_alive
+        self.stream: AnswerStream | None = None  # once events have begun
+        self.begun = False  # status and headers are out
+        self.call: asyncio.Task[ModelReply] | None = None
+        self.stopping = False
+
+    def stop(self) -> None:
+        """The server is shutting down: end the call; the client is told."""
+        self.stopping = True
+        if self.call is not None:
+            self.call.cancel()
+
+    async def run(self, session: Session, request: ModelRequest) -> None:
+        """Make the call and send its answer. Raises what the call raises, and ClientGone."""
+        if self.stopping:
+            raise with_status(503, SHUTTING_DOWN)
+        news: asyncio.Queue[Delta | None] = asyncio.Queue()  # None: the call ended or the client left
+        on_delta = news.put_nowait if request.stream else None
+        self.call = call = asyncio.create_task(session.call(request, on_delta))
+        gone = asyncio.create_task(self._gone())
+        for task in (call, gone):
+            task.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            if request.stream:
+                stream = self.dialect.Stream(request, session.renderer.token_text, session.model)
+                await self._events(stream, call, gone, news)
+                body = "".join(stream.finish(_result(call, self.stopping)))
+            else:
+                await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    raise ClientGone
+                reply = _result(call, self.stopping)
+                body = json.dumps(self.dialect.response(reply, request, session.renderer.token_text), allow_nan=False)
+                await self._begin(200, "application/json", len(body))
+            await self._body(body.encode())
+            await self._body(b"")  # returns when the client has taken enough of what was sent before, or has left
+            if gone.done():
+                raise ClientGone
+            await self._body(b"", last=True)
+            session.delivered(call.result().id)
+        finally:
+            for task in (call, gone):
+                task.cancel()
+            await asyncio.gather(call, gone, return_exceptions=True)
+
+    async def _events(
+        self,
+        stream: AnswerStream,
+        call: asyncio.Task[ModelReply],
+        gone: asyncio.Task[None],
+        news: asyncio.Queue[Delta | None],
+    ) -> None:
+        """Send events until the call ends, the first when the prompt is accepted: a refusal has a status."""
+        while not (call.done() and news.empty()):
+            frames = []
+            try:
+                async with asyncio.timeout(self.keep_alive):
+                    delta = await news.get()
+            except TimeoutError:
+                frames = stream.keep_alive()
+            else:
+                if gone.done():
+                    raise ClientGone
+                if delta is None:
+                    continue
+                if delta.reply_id:
+                    stream.accepted(delta.reply_id, delta.prompt_ids)
+                frames = stream.delta(delta)
+            await self._start(stream)
+            await self._body("".join(frames).encode())
+        _result(call, self.stopping)
+        await self._start(stream)
+
+    async def _start(self, stream: AnswerStream) -> None:
+        if self.stream is None:
+            self.stream = stream
+            await self._begin(200, "text/event-stream; charset=utf-8")
+            await self._body("".join(stream.start()).encode())
+
+    async def fail(self, problem: RequestError) -> None:
+        """Tell the client: an error response, or an error event when the answer has begun."""
+        if self.stream is not None:
+            await self._body("".join(self.stream.fail(problem)).encode(), last=True)
+        elif not self.begun:  # else: half an answer is out, the connection is closed
+            body = json.dumps(self.dialect.error(problem)).encode()
+            refused = isinstance(problem, TooLarge)
+            await self._begin(problem.status, "application/json", len(body), close=refused)
+            await self._body(body)
+            if refused:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER):
+                        while (await self.receive()).get("more_body", False):
+                            pass
+            await self._body(b"", last=True)
+
+    async def _gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def _begin(self, status: int, content_type: str, length: int | None = None, close: bool = False) -> None:
+        headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        if close:
+            headers.append((b"connection", b"close"))
+        self.begun = True
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _body(self, body: bytes, last: bool = False) -> None:
+        await self.send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+def _result(call: asyncio.Task[ModelReply], stopping: bool) -> ModelReply:
+    """The reply; a call that was cancelled from elsewhere becomes an error the client can read."""
+    if call.cancelled():
+        if stopping:
+            raise with_status(503, SHUTTING_DOWN)
+        raise SessionClosed("The session was closed while this call was running.")
+    return call.result()

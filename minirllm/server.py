@@ -1,0 +1,288 @@
+"""The HTTP endpoint: routes, keys, errors, and a server that runs inside the current event loop.
+
+Owns: the Starlette app and uvicorn. Does not know: tokens, templates, what a dialect's fields mean. Load is never
+answered with 429: calls wait in the engine's queue while keep-alive events flow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from minirllm.dialects import DIALECTS, Dialect
+from minirllm.dialects.openai import error as openai_error
+from minirllm.errors import EngineError, RequestError, Unauthorized, UserError
+from minirllm.exchange import ClientGone, Exchange, decode_json, read_body, with_status
+from minirllm.session import Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 16 * 2**20  # bytes
+MAX_HEADERS = 64 * 2**10  # bytes
+KEEP_ALIVE = 5.0  # seconds between events of a silent stream; the most impatient client's timer is 120 s
+IDLE_CONNECTION = 75  # seconds; longer than most clients pool a connection, so that they close first
+SHUTDOWN = 1  # seconds that answers in flight get
+
+
+class Endpoint:
+    """What the routes share. `exchanges` are the model calls in flight."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        model: str,
+        serve_session: Callable[[], Session] | None,
+        admin_key: str,
+        max_body: int,
+        keep_alive: float,
+    ):
+        self.sessions, self.model, self.serve_session = sessions, model, serve_session
+        self.admin_key, self.max_body, self.keep_alive = admin_key, max_body, keep_alive
+        self.exchanges: set[Exchange] = set()
+
+    def session(self, sid: str | None, authorization: str | None) -> Session:
+        """The open session a request belongs to, its key checked. Raises RequestError with 401, 404 or 410."""
+        if sid is not None:
+            session = self.sessions.get(sid)
+        elif self.serve_session is not None:
+            session = self.serve_session()
+        else:
+            raise with_status(
+                404, "This server serves sessions only: use the base URL /sessions/ID/v1 that the session was given."
+            )
+        check_key(authorization, session.key)
+        return session
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": self.model})
+
+    async def base(self, request: Request) -> Response:
+        """Some clients probe their base URL by HEAD before the first call; nothing else is there."""
+        if request.method != "HEAD":
+            raise HTTPException(404)
+        self.sessions.get(request.path_params["sid"])
+        return Response()
+
+    async def models(self, request: Request) -> Response:
+        session = self.session(request.path_params.get("sid"), request.headers.get("authorization"))
+        card = {"id": session.model, "object": "model", "created": 0, "owned_by": "minirllm"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    def admin(self, request: Request) -> None:
+        """Raises unless the request carries the admin key."""
+        if not self.admin_key:
+            raise with_status(404, "Admin routes are off: the server was started without an admin key.")
+        check_key(request.headers.get("authorization"), self.admin_key)
+
+    async def list_sessions(self, request: Request) -> Response:
+        self.admin(request)
+        return JSONResponse({"object": "list", "data": [describe(session) for session in self.sessions]})
+
+    async def create_session(self, request: Request) -> Response:
+        """Optional body ``{"id": ...}``. Answers with the id, the key and the base URL for an agent."""
+        self.admin(request)
+        raw = await read_body(request.headers, request.receive, self.max_body)
+        body = decode_json(raw) if raw.strip() else {}
+        sid = body.get("id") if isinstance(body, dict) else body
+        if sid is None:
+            sid = secrets.token_urlsafe(12)
+        if not isinstance(sid, str) or not 0 < len(sid) <= 200:
+            raise RequestError("id must be a string of 1 to 200 characters.", "id")
+        if sid in self.sessions:
+            raise with_status(409, f"There is already a session {sid!r}.")
+        session = self.sessions.create(sid, key=secrets.token_urlsafe(24))
+        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{quote(sid, safe='')}/v1"
+        return JSONResponse({**describe(session), "key": session.key, "base_url": base_url}, 201)
+
+    async def one_session(self, request: Request) -> Response:
+        """GET describes, DELETE closes."""
+        self.admin(request)
+        sid = request.path_params["sid"]
+        session = self.sessions.get(sid)
+        if request.method == "DELETE":
+            self.sessions.close(sid)
+        return JSONResponse(describe(session))
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """What an admin sees of a session; never its key."""
+    return {
+        "id": session.id,
+        "object": "session",
+        "model": session.model,
+        "closed": session.closed,
+        "counters": dict(session.counters),
+    }
+
+
+def check_key(authorization: str | None, key: str) -> None:
+    """Raises Unauthorized unless the header is ``Bearer KEY``. An empty key means that none is needed."""
+    scheme, _, given = (authorization or "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer"
+    if key and not right:
+        raise Unauthorized(
+            "The API key is missing or wrong: send the header 'Authorization: Bearer KEY' with the key of this session."
+        )
+
+
+class ModelRoute:
+    """The ASGI app of one dialect."""
+
+    def __init__(self, endpoint: Endpoint, dialect: Dialect):
+        self.endpoint, self.dialect = endpoint, dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        exchange = Exchange(receive, send, self.dialect, self.endpoint.keep_alive)
+        self.endpoint.exchanges.add(exchange)
+        try:
+            session = self.endpoint.session(scope["path_params"].get("sid"), headers.get("authorization"))
+            body = await read_body(headers, receive, self.endpoint.max_body)
+            await exchange.run(session, self.dialect.parse(decode_json(body)))
+        except ClientGone:
+            logger.debug("client left: %s", scope["path"])
+        except RequestError as problem:
+            await exchange.fail(problem)
+        except UserError as problem:
+            await exchange.fail(RequestError(str(problem)))
+        except EngineError:
+            logger.exception("engine cannot serve %s", scope["path"])
+            await exchange.fail(with_status(503, "The engine cannot serve this call; see the server's log."))
+        except Exception:
+            logger.exception("internal error in %s", scope["path"])
+            await exchange.fail(with_status(500, "Internal error; see the server's log."))
+        finally:
+            self.endpoint.exchanges.discard(exchange)
+
+
+async def _request_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestError)
+    return JSONResponse(openai_error(problem), problem.status)
+
+
+async def _http_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    text = {
+        404: f"There is no route {request.method} {request.url.path[:200]}.",
+        405: f"{request.method} is not allowed here.",
+    }
+    shaped = with_status(problem.status_code, text.get(problem.status_code, problem.detail))
+    return JSONResponse(openai_error(shaped), problem.status_code, headers=problem.headers)
+
+
+async def _client_gone(request: Request, problem: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _internal_error(request: Request, problem: Exception) -> Response:
+    return JSONResponse(openai_error(with_status(500, "Internal error; see the server's log.")), 500)
+
+
+def build_app(
+    sessions: Sessions,
+    *,
+    model: str,
+    serve_session: Callable[[], Session] | None = None,
+    admin_key: str = "",
+    max_body: int = MAX_BODY,
+    keep_alive: float = KEEP_ALIVE,
+) -> Starlette:
+    """The endpoint. `serve_session` gives the session of calls to ``/v1`` without one (None: refused); an empty
+    `admin_key` turns the admin routes off; `keep_alive` is in seconds, `max_body` in bytes."""
+    endpoint = Endpoint(sessions, model, serve_session, admin_key, max_body, keep_alive)
+    one = "/sessions/{sid:path}"  # an id may hold ':' and '/', percent-encoded or not
+    routes = [Route("/health", endpoint.health)]
+    for dialect in DIALECTS.values():
+        app = ModelRoute(endpoint, dialect)
+        routes += [Route(f"{at}/v1/{dialect.ROUTE}", app, methods=["POST"]) for at in (one, "")]
+    routes += [Route(f"{at}/v1/models", endpoint.models) for at in (one, "")]
+    routes += [Route(at, endpoint.base, methods=["HEAD", "GET", "POST"]) for at in (f"{one}/v1", one)]
+    routes += [
+        Route("/admin/sessions", endpoint.list_sessions),
+        Route("/admin/sessions", endpoint.create_session, methods=["POST"]),
+        Route("/admin/sessions/{sid:path}", endpoint.one_session, methods=["GET", "DELETE"]),
+    ]
+    handlers: dict[Any, Any] = {
+        RequestError: _request_error,
+        HTTPException: _http_error,
+        ClientGone: _client_gone,
+        Exception: _internal_error,
+    }
+    built = Starlette(routes=routes, exception_handlers=handlers)
+    built.state.endpoint = endpoint
+    return built
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals belong to the program, not to its endpoint
+
+
+class Server:
+    """Serves an app inside the running event loop."""
+
+    def __init__(self, app: Starlette):
+        self.app = app
+        self._uvicorn: _Uvicorn | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen (port 0: a free one); returns the base URL without ``/v1``. Raises UserError if the port is taken."""
+        try:
+            listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+            )
+        except OSError as error:
+            raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another host or port.") from None
+        port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self.app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            timeout_keep_alive=IDLE_CONNECTION,
+            timeout_graceful_shutdown=SHUTDOWN,
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        while not self._uvicorn.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def close(self) -> None:
+        """End calls in flight (their clients get an error), then whatever hangs. May be called twice."""
+        if self._uvicorn is None or self._task is None:
+            return
+        for exchange in list(self.app.state.endpoint.exchanges):
+            exchange.stop()
+        answering = self._uvicorn.server_state.tasks
+        if answering:
+            await asyncio.wait(answering, timeout=SHUTDOWN)
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        self._uvicorn.should_exit = True
+        await self._task
+        self._uvicorn = None

@@ -1,0 +1,83 @@
+"""`response_format`: wrong schemas are refused, answers that break theirs say so, hostile schemas do no harm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minirllm.dialects import chat
+from minirllm.errors import RequestError
+from minirllm.types import Choice, Completion, Message, ModelReply, ModelRequest, ToolCall
+
+
+def parse(**fields) -> ModelRequest:
+    return chat.parse({"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def said(*messages: Message, response_format) -> str | None:
+    """The `format_error` of an answer with these messages."""
+    choices = [Choice(k, f"c{k}", m, Completion([1], [-0.5], "stop", 0), "stop") for k, m in enumerate(messages)]
+    return chat.response(
+        ModelReply("chatcmpl-c0", "tiny", 0, [5], choices), parse(response_format=response_format), str
+    ).get("format_error")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def form(schema) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("text", "response_format", "expected"),
+    [
+        ('{"a": 1}', form(SCHEMA), None),
+        ('{"a": "1"}', form(SCHEMA), "choice 0: $.a: '1' is not of type 'integer'"),
+        ("{}", form(SCHEMA), "choice 0: $: 'a' is a required property"),
+        ('{"a": 1, "b": 2}', form(SCHEMA), "choice 0: $: Additional properties"),
+        ("no", form(SCHEMA), "choice 0: not JSON"),
+        ("[1]", {"type": "json_object"}, "choice 0: JSON, but not an object"),
+        ("{}", {"type": "json_object"}, None),
+        ("no", {"type": "text"}, None),
+        ("[" * 100_000, {"type": "json_object"}, "choice 0: not JSON"),
+        ("1", form({"$ref": "http://127.0.0.1:9/never-fetched"}), "choice 0: the schema cannot be followed"),
+        ("1", form({"$ref": "#"}), "choice 0: the schema cannot be followed"),
+        (
+            json.dumps("a" * 50 + "b"),
+            form({"type": "string", "pattern": "^(a+)+$"}),
+            None,
+        ),  # not run: it would never end
+        (
+            '{"aaaa": 1}',
+            form({"patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False}),
+            None,
+        ),
+    ],
+)
+def test_the_answer_is_checked_against_the_format(text, response_format, expected) -> None:
+    found = said(Message("assistant", text), response_format=response_format)
+    assert found is expected or found.startswith(expected)
+
+
+def test_several_choices_say_which_broke_the_format_and_tool_calls_are_exempt() -> None:
+    call = Message("assistant", "", (ToolCall("c", "run", "{}"),))
+    broken = said(Message("assistant", "{}"), Message("assistant", "no"), call, response_format={"type": "json_object"})
+    assert broken.startswith("choice 1: not JSON")
+    assert "choice 2" not in broken
+
+
+@pytest.mark.parametrize(
+    ("response_format", "param"),
+    [
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        (form({"type": "nonsense"}), "response_format.json_schema.schema"),
+        (form([]), "response_format.json_schema.schema"),
+    ],
+)
+def test_a_wrong_format_is_refused(response_format, param) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(response_format=response_format)
+    assert caught.value.param == param
