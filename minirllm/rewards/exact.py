@@ -40,13 +40,16 @@ def last_number(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{...}`` whose braces balance."""
-    for start in reversed([m.end() for m in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start:i].strip()
-    return None
+    open_braces: list[re.Match[str]] = []
+    last: tuple[int, int] | None = None
+    for brace in re.finditer(r"\\boxed\s*\{|[{}]", text):
+        if brace.group() != "}":
+            open_braces.append(brace)
+        elif open_braces:
+            opening = open_braces.pop()
+            if len(opening.group()) > 1 and (last is None or opening.end() > last[0]):
+                last = opening.end(), brace.start()
+    return None if last is None else text[slice(*last)].strip()
 
 
 def same_number(a: str | None, b: str | None) -> bool:

@@ -1,0 +1,282 @@
+"""flow.py: decorators, what agents and evaluators may return, finding and checking task files."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minirllm import flow
+from minirllm.config import Config
+from minirllm.errors import GradingError, TaskError
+from minirllm.flow import AgentFlow, Evaluator, as_episode, evaluator, load_task, rollout, verdict
+from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task, TerminationReason, Trajectory
+
+CONFIG = AgentConfig("http://localhost/v1", "m")
+
+WHOLE = """
+from dataclasses import dataclass
+from minirllm import Task, rollout, evaluator
+DEFAULTS = {"steps": 3}
+DATA_REVISION = "abc"
+
+@dataclass
+class Row:
+    x: "int"
+
+@rollout
+async def solve(task, config):
+    return "hi"
+
+@evaluator
+def score(task, episode):
+    return 1.0
+
+def train(config):
+    return [Task(id="org/a:1"), Task(id="b")]
+
+def held_out(config):
+    return [Task(id="c")]
+"""
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_rollout_with_and_without_arguments_stays_callable() -> None:
+    @rollout
+    def plain(task: Task, config: AgentConfig) -> str:
+        """What it does."""
+        return task.id + config.model
+
+    @rollout(name="solver", register="ignored")
+    async def named(task: Task, config: AgentConfig) -> None: ...
+
+    assert isinstance(plain, AgentFlow)
+    assert (plain.name, plain.is_async, plain.__doc__) == ("plain", False, "What it does.")
+    assert plain(Task("t"), CONFIG) == "tm"
+    assert isinstance(named, AgentFlow)
+    assert (named.name, named.is_async) == ("solver", True)
+    assert rollout(plain) is plain
+
+
+def test_objects_with_run_arun_and_evaluate() -> None:
+    class Sync:
+        def run(self, task: Task, config: AgentConfig) -> str:
+            return "sync"
+
+    class Both(Sync):
+        async def arun(self, task: Task, config: AgentConfig) -> str:
+            return "async"
+
+    class Grader:
+        def evaluate(self, task: Task, episode: Episode) -> float:
+            return 0.5
+
+    assert rollout(Sync())(Task("t"), CONFIG) == "sync"
+    assert rollout(Both()).is_async
+    assert rollout(Both()).name == "Both"
+    assert evaluator(Grader())(Task("t"), Episode()) == 0.5
+    with pytest.raises(TaskError, match="an instance and not the class"):
+        rollout(Both)
+    with pytest.raises(TaskError, match="a function or an object with evaluate"):
+        evaluator(3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("result", "names", "answer"),
+    [
+        (None, ["default"], ""),
+        ("42", ["default"], "42"),
+        (Trajectory("solver", output="x"), ["solver"], "x"),
+        ([Trajectory("a"), Trajectory("b", output="y")], ["a", "b"], "y"),
+        (Episode(trajectories=[Trajectory("e")], artifacts={"answer": 7}), ["e"], "7"),
+        (Episode(), ["default"], ""),
+    ],
+)
+def test_what_an_agent_may_return(result: Any, names: list[str], answer: str) -> None:
+    episode = as_episode(result)
+    assert [t.name for t in episode.trajectories] == names
+    assert episode.answer == answer
+    assert episode.termination_reason is TerminationReason.ENV_DONE
+
+
+@pytest.mark.parametrize("result", [3, {"answer": 1}, ["x"], Episode(trajectories=["x"])])  # type: ignore[list-item]
+def test_any_other_type_is_named(result: Any) -> None:
+    with pytest.raises(TypeError, match=r"not int|not dict|got str"):
+        as_episode(result)
+
+
+def test_an_agents_own_termination_reason_stays() -> None:
+    made = Episode(termination_reason=TerminationReason.MAX_TURNS_EXCEEDED)
+    assert as_episode(made).termination_reason is TerminationReason.MAX_TURNS_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "correct"),
+    [
+        (1.0, 1.0, True),
+        (0.99, 0.99, False),
+        (2, 2.0, True),
+        (True, 1.0, True),
+        (False, 0.0, False),
+        ((0.3, True), 0.3, True),
+        ((1.0, False), 1.0, False),
+        (EvalOutput(0.5, True, [Signal("len", 3)]), 0.5, True),
+    ],
+)
+def test_what_an_evaluator_may_return(value: Any, reward: float, correct: bool) -> None:
+    output = verdict(value)
+    assert (output.reward, output.is_correct, output.reason) == (reward, correct, "")
+    assert type(output.reward) is float
+
+
+def test_no_reward_has_a_reason() -> None:
+    assert verdict(None) == EvalOutput(None, reason="evaluator returned None")
+    assert verdict(EvalOutput(None, reason="judge is down")).reason == "judge is down"
+    assert verdict(EvalOutput(None)).reason == "evaluator gave no reward and no reason"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (math.nan, "finite reward, got nan"),
+        (-math.inf, "finite reward, got -inf"),
+        ("1.0", "reward is '1.0'"),
+        (EvalOutput(math.nan), "finite reward"),
+        (EvalOutput("x"), "reward is 'x'"),  # type: ignore[arg-type]
+        (EvalOutput(1.0, signals=[Signal("n", math.inf)]), "finite signal 'n'"),
+        ([1.0], "must return"),
+        ((1.0, 2.0), "must return"),
+    ],
+)
+def test_a_verdict_that_is_none_is_an_error(value: Any, sentence: str) -> None:
+    with pytest.raises(GradingError, match=sentence):
+        verdict(value)
+
+
+def test_first_parameter_gets_the_dict_only_when_it_says_so() -> None:
+    def by_type(t: dict, episode: Episode) -> Any:  # type: ignore[type-arg]
+        return t
+
+    def by_text(t: "dict[str, Any]", episode: Episode) -> Any:
+        return t
+
+    def by_name(task_info, episode):  # type: ignore[no-untyped-def]
+        return task_info
+
+    def plain(metadata, episode):  # type: ignore[no-untyped-def]
+        return metadata
+
+    task = Task("t", metadata={"answer": 3})
+    assert [evaluator(f)(task, Episode()) for f in (by_type, by_text, by_name, plain)] == [{"answer": 3}] * 3 + [task]
+
+
+def test_a_whole_task_file(tmp_path: Path) -> None:
+    task = load_task(str(write(tmp_path, WHOLE)))
+    assert (task.name, task.path, task.defaults, task.data_revision) == (
+        "mine",
+        tmp_path / "mine.py",
+        {"steps": 3},
+        "abc",
+    )
+    assert [t.id for t in task.train(Config())] == ["org/a:1", "b"]
+    assert [t.id for t in task.held_out(Config())] == ["c"]
+    assert (task.flow.name, task.evaluator.name) == ("solve", "score")
+
+
+def test_a_task_by_module_and_by_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        tmp_path,
+        WHOLE
+        + "\nclass Space:\n    solve, score = solve, score\n"
+        + "    train, held_out = staticmethod(train), staticmethod(held_out)\n",
+        "flow_mod_x.py",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [t.id for t in load_task("flow_mod_x:Space").train(Config())] == ["org/a:1", "b"]
+    with pytest.raises(TaskError, match=r"Module flow_mod_x has no 'Spice' \(did you mean Space\?\)"):
+        load_task("flow_mod_x:Spice")
+    with pytest.raises(TaskError, match="No module named 'flow_mod_y'"):
+        load_task("flow_mod_y:x")
+
+
+def test_a_task_file_may_use_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    write(tmp_path, "N = 5\n", "flow_neighbour_x.py")
+    path = write(tmp_path, "import flow_neighbour_x\n" + WHOLE + "\nDEFAULTS = {'steps': flow_neighbour_x.N}\n")
+    assert load_task(path).defaults == {"steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("@rollout", "", "has no function decorated with @rollout"),
+        ("@evaluator", "", "has no function decorated with @evaluator"),
+        ("def train(", "def tr(", r"does not define train\(config\)"),
+        ("def held_out(", "def ho(", r"does not define held_out\(config\)"),
+        ('{"steps": 3}', '{"stepz": 3}', r"unknown option 'stepz' \(did you mean steps\?\)"),
+        ('{"steps": 3}', "[1]", "DEFAULTS must be a dict"),
+        ('{"steps": 3}', "1 / 0", r"ZeroDivisionError: division by zero \(mine.py line 4\)"),
+        ("@dataclass", "def (", r"SyntaxError: .* \(mine.py line 7\)"),
+        ("from dataclasses", "from dataclazzes", "No module named 'dataclazzes'"),
+        (
+            "@evaluator",
+            "@rollout\nasync def other(task, config): ...\n@evaluator",
+            r"several functions decorated with @rollout \(solve, other\)",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    path = write(tmp_path, WHOLE.replace(old, new, 1))
+    with pytest.raises(TaskError, match=sentence) as caught:
+        load_task(path)
+    assert "mine" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_names_are_answered_with_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"no task 'first_leter' \(did you mean first_letter\?\)"):
+        load_task("first_leter")
+    with pytest.raises(TaskError, match=r"There is no task file .*gone.py"):
+        load_task(tmp_path / "gone.py")
+    with pytest.raises(TaskError, match=r"must end in \.py"):
+        load_task(write(tmp_path, "x = 1", "task.txt"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        ([], "gave no tasks"),
+        ([Task("a"), Task("b"), Task("a")], "items 0 and 2 have the same id 'a'"),
+        ([Task("a"), {"id": "b"}], "item 1 is dict"),
+        ([Task("")], "item 0 has the id ''"),
+        ([Task(7)], "item 0 has the id 7"),  # type: ignore[arg-type]
+        (None, "got NoneType"),
+        ("ab", "got str"),
+    ],
+)
+def test_datasets_are_checked(tasks: Any, sentence: str) -> None:
+    with pytest.raises(TaskError, match=sentence):
+        flow.check_tasks(tasks, "train(config)")
+
+
+def test_a_task_of_parts() -> None:
+    def agent(task: Task, config: AgentConfig) -> None: ...
+    def grade(task: Task, episode: Episode) -> float:
+        return 1.0
+
+    task = flow.task_of(agent, grade, (Task(str(i)) for i in range(2)))
+    assert [t.id for t in task.train(Config())] == [t.id for t in task.train(Config())] == ["0", "1"]
+    assert task.held_out(Config()) == []
+    assert isinstance(task.evaluator, Evaluator)
+    by_config = flow.task_of(agent, grade, lambda config: [Task(config.model)], [Task("h")])
+    assert [t.id for t in by_config.train(Config(model="m"))] == ["m"]
+    assert [t.id for t in by_config.held_out(Config())] == ["h"]
+    with pytest.raises(TaskError, match="gave no tasks"):
+        flow.task_of(agent, grade, []).train(Config())
+    with pytest.raises(TaskError, match="got int"):
+        flow.task_of(agent, grade, 3).train(Config())
