@@ -18,11 +18,11 @@ DEFAULTS = {
     "eval_every": 20, "eval_tasks": 64, "save_every": 20,
 }  # fmt: skip
 words = import_path(Path(__file__).with_name("_words.py"))
-EXAMPLES = ("cat", "sun", "tree")
+EXAMPLES = ("apple", "house", "river")
 
 
 def question(word: str) -> str:
-    return f"First letter of {word}?"
+    return f"First letter of {word}"
 
 
 @rollout
