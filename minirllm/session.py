@@ -36,8 +36,8 @@ from minirllm.errors import (
     UnknownSession,
     UserError,
 )
-from minirllm.inflight import Flight, Listener, OnDelta, Sample, identity, shown_tools, with_ids
-from minirllm.renderer import Renderer, Stream
+from minirllm.inflight import Flight, OnDelta, Sample, identity, shown_tools
+from minirllm.renderer import Renderer
 from minirllm.tree import TokenTree
 from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step, Trajectory
 
@@ -111,17 +111,15 @@ class Session:
         else:
             self.counters["replayed"] += 1
         assert flight.task is not None
-        listener = None
         flight.waiters += 1
         try:
             if on_delta is not None:
-                listener = Listener(on_delta, flight, [self._stream(flight) for _ in flight.samples])
-                flight.listeners.append(listener)
+                flight.listen(on_delta)
             await asyncio.wait([flight.task])
         finally:
             flight.waiters -= 1
-            if listener is not None:
-                flight.listeners.remove(listener)
+            if on_delta in flight.listeners:
+                flight.listeners.remove(on_delta)
             if not flight.waiters and not flight.done:
                 self._abort(flight)
         if flight.task.cancelled():
@@ -248,18 +246,15 @@ class Session:
         return replace(asked, **values | {"max_tokens": min(values["max_tokens"], room)}), replaced
 
     def _new_sample(self, request: ModelRequest, digest: bytes, nth: int, index: int) -> Sample:
-        """The seed and call id of one choice: a function of `seed_parts`, the prompt, `nth` and `index` alone."""
+        """One choice, its seed and call id a function of `seed_parts`, the prompt, `nth` and `index` alone."""
         noise = blake2b(digest + repr((self.seed_parts, nth, index)).encode(), digest_size=16).digest()
         seed = int.from_bytes(noise[:8], "big") >> 1
         if self.enforced is None and request.params.seed is not None:
             seed = (request.params.seed + index) % 2**63
-        return Sample(noise[8:].hex(), seed)
+        stream = self.renderer.stream(shown_tools(request), request.params.stop, raw=request.messages is None)
+        return Sample(noise[8:].hex(), seed, stream)
 
     # ---- generation, and what is recorded of it ----
-
-    def _stream(self, flight: Flight) -> Stream:
-        """A fresh reader of one choice's tokens."""
-        return self.renderer.stream(flight.tools, flight.params.stop, raw=flight.request.messages is None)
 
     async def _answer(self, flight: Flight) -> ModelReply:
         """Sample all choices at once. They are recorded together when all are there, or as aborted."""
@@ -286,21 +281,17 @@ class Session:
         )
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise EngineError("The engine ended a call without an answer.")
-        flight.finish(index, completion)
+        assert len(flight.samples[index].tokens) == len(completion.token_ids), "the engine reports every token"
+        flight.finish(index)
         return completion
 
     def _record(self, flight: Flight, index: int, completion: Completion) -> Choice:
         """A finished choice becomes a node of the token tree, a step, and an answer that requests can continue."""
-        call_id, request, parent = flight.samples[index].call_id, flight.request, flight.match.parent
-        stream = self._stream(flight)
-        for token in completion.token_ids:
-            stream.push(token)
-        stream.finish()
-        message = stream.message()
-        message = replace(message, tool_calls=with_ids(message.tool_calls, call_id))
+        request, parent = flight.request, flight.match.parent
+        call_id, message = flight.samples[index].call_id, flight.samples[index].message()
         reason = "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
         node = self.tree.add(flight.prompt_ids, completion, call_id, parent.node if parent else None)
-        answer = Answer(call_id, node, flight.tools, message)
+        answer = Answer(call_id, node, shown_tools(request), message)
         if request.messages is None:
             self._raw.append(answer)
         else:
