@@ -24,7 +24,7 @@ from minirllm.types import Message, ToolCall
 
 # What a template, which is code from elsewhere, can raise on a conversation that it does not like.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_DATE_CALL = re.compile(r"""strftime_now\((?:\s*(["'])(.*?)\1\s*|[^()]*)\)""")
 
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -65,7 +65,7 @@ class ChatTemplate:
         self.sha256 = hashlib.sha256(texts[0].encode()).hexdigest()
         self.date = today.isoformat() if any("strftime_now" in text for text in texts) else ""
         self._plain, self._with_tools = (
-            _DATE_CALL.sub(lambda call: repr(today.strftime(call[2])), text) for text in texts
+            _DATE_CALL.sub(lambda call: repr(today.strftime(call[2] or "%d %b %Y")), text) for text in texts
         )
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self.added = frozenset(token.content for token in added)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ TOOLS = [
 ]
 
 
-def read(text: str, syntax: str | None = "hermes", stops: tuple[str, ...] = (), thinking: bool | None = False) -> Message:
+def read(text: str, syntax: str | None = "hermes", stops: tuple = (), thinking: bool | None = False) -> Message:
     reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
     reader.feed(text)
     reader.finish()
@@ -75,27 +76,27 @@ def test_a_bare_object_is_a_call_only_with_arguments() -> None:
     assert (answer.content, answer.tool_calls, answer.malformed) == ('{"name": "Bob"}', (), False)
     broken = read('{"name": "f", "parameters": {"n": }}', "llama3_json")
     assert (broken.content, broken.malformed) == ('{"name": "f", "parameters": {"n": }}', True)
-    assert calls(read('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', "llama3_json")) == [
-        ("f", "{}"),
-        ("f", "{}"),
-    ]
+    two = read('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "llama3_json")
+    assert calls(two) == [("f", "{}"), ("g", "{}")]
 
 
 def test_xml_values_are_typed_by_the_schema() -> None:
-    block = "<tool_call>\n<function=f>\n<parameter=n>\n12\n</parameter>\n<parameter=s>\n12\n</parameter>\n</function>\n</tool_call>"
-    assert json.loads(read(block, "qwen3_xml").tool_calls[0].arguments) == {"n": 12, "s": "12"}
-    text = read(block.replace("12\n</parameter>\n<parameter=s>", "twelve\n</parameter>\n<parameter=s>"), "qwen3_xml")
-    assert json.loads(text.tool_calls[0].arguments) == {"n": "twelve", "s": "12"}
+    block = "<tool_call>\n<function=f>\n{}{}</function>\n</tool_call>"
+    n, s = "<parameter=n>\n12\n</parameter>\n", "<parameter=s>\n12\n</parameter>\n"
+    assert calls(read(block.format(n, s), "qwen3_xml")) == [("f", '{"n": 12, "s": "12"}')]
+    assert calls(read(block.format(n.replace("12", "twelve"), ""), "qwen3_xml")) == [("f", '{"n": "twelve"}')]
     assert read("<tool_call><function=f>junk</function></tool_call>", "qwen3_xml").malformed
 
 
-@pytest.mark.parametrize("tools", [[], [{}], [{"function": 3}], [{"function": {"name": "f", "parameters": "x"}}], [None]])
-def test_tools_of_any_shape_are_survived(tools: list) -> None:
-    assert SYNTAXES["qwen3_xml"].read("<function=f><parameter=n>1</parameter></function>", tools) == [("f", '{"n": "1"}')]
+@pytest.mark.parametrize("tool", [None, {}, {"function": 3}, {"function": {"name": "f", "parameters": "x"}}])
+def test_tools_of_any_shape_are_survived(tool: Any) -> None:
+    call = "<function=f><parameter=n>1</parameter></function>"
+    assert SYNTAXES["qwen3_xml"].read(call, [tool]) == [("f", '{"n": "1"}')]
 
 
 def test_mistral_forms() -> None:
-    assert calls(read('[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "000000000"}]', "mistral")) == [("f", '{"n": 1}')]
+    listed = read('[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "000000000"}]', "mistral")
+    assert calls(listed) == [("f", '{"n": 1}')]
     assert calls(read('ok [TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', "mistral")) == [
         ("f", '{"n": 1}'),
         ("g", "{}"),
@@ -161,7 +162,8 @@ def test_calls_are_compared_as_json(a: str, b: str, same: bool) -> None:
         ("<think></think>x", "x", "", [], False),
         ("x <think>y</think>", "x <think>y</think>", "", [], False),  # only at the beginning
         ('so:\n<tool_call>\n{"name": "f"}\n</tool_call>\n', "so:", "", ["f"], False),
-        ('<think>t</think>\n<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "", "t", ["f", "g"], False),
+        ('<think>t</think>\n<tool_call>{"name": "f"}</tool_call> \n', "", "t", ["f"], False),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "", "", ["f", "g"], False),
         ('a <tool_call>{"name": "f"}</tool_call> b', "a\nb", "", ["f"], False),
         ('<tool_call>{"name": "f"}', "", "", ["f"], False),  # the closing tag was left out
         ('a <tool_call>{"name": "f"', 'a <tool_call>{"name": "f"', "", [], True),
@@ -216,26 +218,32 @@ def test_stop_strings(text: str, stops: tuple[str, ...], content: str) -> None:
 
 def test_text_is_not_held_back_longer_than_needed() -> None:
     reader = TurnReader(SYNTAXES["hermes"], TOOLS, ("STOP",))
-    assert [reader.feed(piece).text for piece in ("Hel", "lo ", "wor", "ld S", "o <", "b>")] == ["Hel", "lo", " wor", "ld", " So", " <b>"]
+    pieces = ["Hel", "lo ", "wor", "ld S", "o <", "b>"]
+    assert [reader.feed(piece).text for piece in pieces] == ["Hel", "lo", " wor", "ld", " So", " <b>"]
     deltas = [reader.feed(piece) for piece in (" <tool_call>", '{"name": "f"}', "</tool_call>", " ")]
     assert [delta.text for delta in deltas] == ["", "", "", ""]
     assert [len(delta.tool_calls) for delta in deltas] == [0, 0, 1, 0]  # sent as soon as it is complete
     assert reader.finish().text == ""
 
 
-fragments = st.sampled_from(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"s": "x"}}', '{"name"', "{", "}", '"',
-     "<function=f>", "<parameter=n>1</parameter>", "</function>", "<|python_tag|>", "[TOOL_CALLS]", "f[ARGS]{}", "; ", " ", "\n",
-     "word", "é", "<", "STOP", "ST", "</tool", "<thi"]
-)  # fmt: skip
+JSON_CALL = '{"name": "f", "arguments": {"s": "x"}}'
+XML_CALL = ("<function=f>", "<parameter=n>1</parameter>", "</function>")
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "f[ARGS]{}")
+PARTS = ('{"name"', "{", "}", '"', "; ", " ", "\n", "word", "é", "<", "STOP", "ST", "</tool", "<thi")
+fragments = st.sampled_from([JSON_CALL, *XML_CALL, *MARKERS, *PARTS])
 
 
 @pytest.mark.parametrize("syntax", [None, *SYNTAXES])
-@given(parts=st.lists(fragments, max_size=14), cuts=st.lists(st.integers(0, 200), max_size=12), data=st.data())
-def test_pieces_of_any_size_give_the_same_turn(syntax: str | None, parts: list[str], cuts: list[int], data: st.DataObject) -> None:
+@given(
+    parts=st.lists(fragments, max_size=14),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    stops=st.sampled_from([(), ("STOP",), ("OP", "STO"), ("</tool", "}}")]),
+    thinking=st.sampled_from([False, True, None]),
+)
+def test_pieces_of_any_size_give_the_same_turn(
+    syntax: str | None, parts: list[str], cuts: list[int], stops: tuple, thinking: bool | None
+) -> None:
     text = "".join(parts)
-    stops = data.draw(st.sampled_from([(), ("STOP",), ("OP", "STO"), ("</tool", "}}")]))
-    thinking = data.draw(st.sampled_from([False, True, None]))
     reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     deltas = [reader.feed(text[start:end]) for start, end in pairwise(edges)]
