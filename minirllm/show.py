@@ -97,9 +97,9 @@ def pick(folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, coun
     steps = store.steps()
     if step is None:
         finished = [s for s in steps if any(row["step"] == s for row in rows)]
-        step = (finished or steps or [None])[-1]
-        if step is None:
+        if not steps:
             return None
+        step = (finished or steps)[-1]
     elif step not in steps:
         there = f"there are episodes of steps {steps[0]} to {steps[-1]}" if steps else "it has no episodes"
         raise UserError(f"{folder} has no episodes of step {step}: {there}.")
