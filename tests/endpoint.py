@@ -96,7 +96,7 @@ class Place:
         headers = {"Authorization": f"Bearer {KEY}", **options.pop("headers", {})}
         if body is not None:
             options["json"] = body
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=20) as client:
             return await client.post(f"{self.url}/{path}", headers=headers, **options)
 
 

@@ -43,12 +43,22 @@ def form(schema) -> dict:
         ("no", {"type": "text"}, None),
         ("[" * 100_000, {"type": "json_object"}, "choice 0: not JSON"),
         ("1", form({"$ref": "http://127.0.0.1:9/never-fetched"}), "choice 0: the schema cannot be followed"),
+        ("NaN", {"type": "json_object"}, "choice 0: not JSON: NaN is not a JSON number"),
+        ("1", form({"$ref": "http://["}), "choice 0: the schema cannot be followed"),
+        ("1" * 400, form({"multipleOf": 1e-300}), "choice 0: the schema cannot be followed"),
+        ('{"pattern": 1}', form({"properties": {"pattern": {"type": "string"}}}), "choice 0: $.pattern: 1 is not"),
+        ('"pattern"', form({"enum": [{"pattern": "x"}]}), "choice 0: $: 'pattern' is not one of [{'pattern': 'x'}]"),
         ("1", form({"$ref": "#"}), "choice 0: the schema cannot be followed"),
         (
             json.dumps("a" * 50 + "b"),
             form({"type": "string", "pattern": "^(a+)+$"}),
             None,
         ),  # not run: it would never end
+        (
+            json.dumps(["a" * 50 + "b"]),
+            form({"items": {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": "^(a+)+$"}}),
+            None,
+        ),
         (
             '{"aaaa": 1}',
             form({"patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False}),
@@ -74,6 +84,7 @@ def test_several_choices_say_which_broke_the_format_and_tool_calls_are_exempt() 
         ({"type": "xml"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema"),
         (form({"type": "nonsense"}), "response_format.json_schema.schema"),
+        (form({"pattern": "(" * 5000}), "response_format.json_schema.schema"),
         (form([]), "response_format.json_schema.schema"),
     ],
 )

@@ -7,12 +7,10 @@ answer that breaks the format is returned as sampled, with a sentence that says 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, ValidationError
-from jsonschema.validators import extend
+from jsonschema.exceptions import SchemaError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
@@ -20,27 +18,11 @@ from minirllm.dialects.fields import Fields
 from minirllm.errors import RequestError
 from minirllm.types import ModelReply
 
-
-def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    return iter(())
-
-
-def _additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError] | None:
-    if "patternProperties" in schema:
-        return None
-    return Draft202012Validator.VALIDATORS["additionalProperties"](validator, value, instance, schema)
-
-
-# A caller's regular expression can take exponential time, so the keywords that run one are not checked.
-_Validator = extend(
-    Draft202012Validator,
-    {
-        "pattern": _unchecked,
-        "patternProperties": _unchecked,
-        "unevaluatedProperties": _unchecked,
-        "additionalProperties": _additional_properties,
-    },
-)
+# A caller's regular expression can take exponential time, so what would run one is left out; so is `$schema`, which
+# would switch to other rules half-way.
+_UNCHECKED = {"pattern", "patternProperties", "unevaluatedProperties", "$schema"}
+_HOLD_NAMES = {"properties", "$defs", "definitions", "dependentSchemas"}  # their keys are names, not keywords
+_HOLD_VALUES = {"enum", "const", "default", "examples"}
 
 
 def parse(fields: Fields) -> dict[str, Any] | None:
@@ -60,11 +42,26 @@ def parse(fields: Fields) -> dict[str, Any] | None:
     schema = holder.get("schema")
     try:
         Draft202012Validator.check_schema({} if schema is None else Fields(schema, holder.path("schema")).values)
-    except SchemaError as error:
-        raise RequestError(
-            f"{holder.path('schema')} is not a JSON schema: {error.message}", holder.path("schema")
-        ) from None
-    return {"type": kind, "schema": schema or {}}
+    except (SchemaError, RecursionError) as problem:
+        why = problem.message if isinstance(problem, SchemaError) else "it is nested too deep"
+        raise RequestError(f"{holder.path('schema')} is not a JSON schema: {why}", holder.path("schema")) from None
+    return {"type": kind, "schema": _checkable(schema or {})}
+
+
+def _checkable(schema: Any, names: bool = False) -> Any:
+    """`schema` without the keywords that are not checked; `names`: its keys are names of properties."""
+    if isinstance(schema, list):
+        return [_checkable(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left_out = set() if names else _UNCHECKED
+    if not names and "patternProperties" in schema:
+        left_out = left_out | {"additionalProperties"}  # means: those that match no pattern
+    return {
+        key: value if not names and key in _HOLD_VALUES else _checkable(value, not names and key in _HOLD_NAMES)
+        for key, value in schema.items()
+        if key not in left_out
+    }
 
 
 def error(reply: ModelReply, form: dict[str, Any] | None) -> str | None:
@@ -77,14 +74,18 @@ def error(reply: ModelReply, form: dict[str, Any] | None) -> str | None:
 
 def _broken(text: str, form: dict[str, Any]) -> str | None:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as problem:
         return f"not JSON: {problem}"
     if form["type"] == "json_object":
         return None if isinstance(value, dict) else "JSON, but not an object"
     try:
         # an empty registry: a remote $ref is never fetched
-        first = next(_Validator(form["schema"], registry=Registry()).iter_errors(value), None)
-    except (Unresolvable, RecursionError) as problem:
+        first = next(Draft202012Validator(form["schema"], registry=Registry()).iter_errors(value), None)
+    except (Unresolvable, RecursionError, ValueError, ArithmeticError) as problem:
         return f"the schema cannot be followed: {type(problem).__name__}"
     return None if first is None else f"{first.json_path}: {first.message[:500]}"
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
