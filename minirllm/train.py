@@ -38,15 +38,10 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
     algorithm.validate(config)
     tasks, held_out = task.train(config), task.held_out(config)[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
-    with RunLog(folder, config, resume=resume, quiet=quiet) as log:
+    with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
         async with serving(config, say=log.say) as stack:
-            log.manifest(
-                **stack.facts,
-                task=task.name,
-                task_file=str(task.path or ""),
-                data_revision=task.data_revision,
-                seed=config.seed,
-            )
+            facts = {**stack.facts, "task": task.name, "task_file": str(task.path or ""), "seed": config.seed}
+            await asyncio.to_thread(log.manifest, **facts, data_revision=task.data_revision)
             runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
             try:
@@ -88,7 +83,6 @@ class _Run:
                 **metrics,
                 "tokens_generated": sum(e.metrics.get("response_tokens", 0.0) for e in episodes),
                 "seconds_generate": generated - began,
-                "seconds_train": time.perf_counter() - generated,
                 "weight_version": self.stack.policy.version,
                 "weights_sha256": await self.stack.policy.run(self.stack.policy.weights_sha256),
             }

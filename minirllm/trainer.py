@@ -76,7 +76,7 @@ class Trainer:
             await asyncio.to_thread(dump, batch.forests, path)
             self.problem += f" The batch is in {path}."
         metrics = _means(sums)
-        metrics |= {"lr": rate, "grad_norm": grad_norm, "skipped": float(bool(self.problem)), "train_seconds": time.perf_counter() - started}
+        metrics |= {"lr": rate, "grad_norm": grad_norm, "skipped": float(bool(self.problem)), "seconds_train": time.perf_counter() - started}
         return metrics
 
     def _accumulate(self, forest: Forest) -> dict[str, float]:
