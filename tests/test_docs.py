@@ -1,0 +1,101 @@
+"""The documents are true: commands and options exist, the tree shows the files, the example is a task."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import test_architecture
+
+from minirllm import flow
+from minirllm.cli import cli
+from minirllm.config import Config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced code blocks of a language; "" for those without one."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks(README, "bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def check_minirllm(words: list[str]) -> None:
+    """Every named command and option exists, and option values and arguments parse."""
+    command = cli.commands[words[0]]
+    command.make_context(words[0], list(words[1:]), parent=click.Context(cli))
+
+
+def test_readme_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands():
+        match words:
+            case ["make", target]:
+                assert target in targets
+            case ["minirllm" | ".venv/bin/minirllm", *rest]:
+                check_minirllm(rest)
+            case ["python", "-m", module, *rest]:
+                assert importlib.util.find_spec(module) is not None
+                check_minirllm([module.rpartition(".")[2], *rest])
+            case _:
+                pytest.fail(f"README shows {' '.join(words)}, which this test does not know")
+
+
+def test_a_wrong_option_would_be_noticed() -> None:
+    with pytest.raises(click.NoSuchOption):
+        check_minirllm(["train", "first_letter", "--stepz", "3"])
+    with pytest.raises(KeyError):
+        check_minirllm(["trane"])
+
+
+def test_readme_tree_shows_the_files_that_are_there() -> None:
+    (tree,) = [block for block in blocks(README, "") if block.startswith("minirllm/\n")]
+    shown = {(line.startswith("  "), line.split()[0]) for line in tree.splitlines()}
+    inside = {path.name for path in (ROOT / "minirllm").glob("*.py")}
+    inside |= {f"{path.name}/" for path in (ROOT / "minirllm").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert {name for indented, name in shown if indented} == inside
+    assert [name for indented, name in shown if not indented and not (ROOT / name).exists()] == []
+    tops = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    ours = {name for name in tops if not name.startswith(".") and name not in ("build/", "dist/", "runs/")}
+    assert ours - {name for indented, name in shown if not indented} == set()
+
+
+def test_readme_names_files_and_tasks_that_exist() -> None:
+    reading = re.search(r"^Read in this order: (.*?), then", README, re.MULTILINE | re.DOTALL)
+    assert reading is not None
+    for name in re.findall(r"`([^`]+)`", reading[1]):
+        assert (ROOT / name).exists() or (ROOT / "minirllm" / name).exists(), name
+    named = re.search(r"Tasks are named \((.*?)\)", README, re.DOTALL)
+    assert named is not None
+    assert sorted(re.findall(r"`(\w+)`", named[1])) == sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
+
+
+def test_readme_example_is_a_whole_task(tmp_path: Path) -> None:
+    example = next(block for block in blocks(README, "python") if "@rollout" in block)
+    (tmp_path / "capital.py").write_text(example)
+    task = flow.load_task(str(tmp_path / "capital.py"))
+    assert (task.name, len(task.train(Config())), len(task.held_out(Config()))) == ("capital", 4, 1)
+
+
+def test_architecture_shows_the_import_rows() -> None:
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
+    assert rows == [" ".join(row.split()) for row in test_architecture.ROWS]
+
+
+def test_architecture_explains_every_dependency() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    wanted = set(re.findall(r'^    "([\w-]+)>=', project, re.MULTILINE))
+    table = ARCHITECTURE.split("## Dependencies")[1]
+    explained = {name for line in re.findall(r"^\| ([\w, -]+) \| ", table, re.MULTILINE) for name in line.split(", ")}
+    assert explained - {"package"} == wanted
+    assert len(wanted) > 10
