@@ -163,23 +163,27 @@ class Exchange:
         news: asyncio.Queue[Delta | None],
     ) -> None:
         """Send events until the call ends, the first when the prompt is accepted: a refusal has a status."""
+        clock = asyncio.get_running_loop().time
+        silent_until = clock() + self.keep_alive
         while not (call.done() and news.empty()):
-            frames = []
-            try:
-                async with asyncio.timeout(self.keep_alive):
+            delta = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(silent_until):
                     delta = await news.get()
-            except TimeoutError:
-                frames = stream.keep_alive()
-            else:
-                if gone.done():
-                    raise ClientGone
-                if delta is None:
-                    continue
+            if gone.done():
+                raise ClientGone
+            frames = []
+            if delta is not None:
                 if delta.reply_id:
                     stream.accepted(delta.reply_id, delta.prompt_ids)
+                await self._start(stream)
                 frames = stream.delta(delta)
-            await self._start(stream)
-            await self._body("".join(frames).encode())
+            if not frames and clock() >= silent_until:  # also while a tool call is sampled, which is sent when whole
+                frames = stream.keep_alive()
+            if frames:
+                await self._start(stream)
+                await self._body("".join(frames).encode())
+                silent_until = clock() + self.keep_alive
         _result(call, self.stopping)
         await self._start(stream)
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from minirllm.errors import EngineError
-from tests.endpoint import KEY, USER, Place, error_of, raw, serving, until
+from tests.endpoint import CALL, KEY, TOOL, USER, Place, error_of, raw, serving, until
 
 
 @pytest.fixture
@@ -129,6 +129,15 @@ async def test_events_flow_while_the_engine_is_silent() -> None:
         assert place.engine.calls == 1
         place.engine.gate.set()
         assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "Hello"
+
+
+async def test_events_flow_while_a_tool_call_is_sampled() -> None:
+    async with serving(keep_alive=0.02) as place, place.client() as client:
+        place.engine.pause, place.engine.texts = 0.005, [CALL]
+        stream = await client.chat.completions.create(model="m", messages=[USER], tools=[TOOL], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert sum(delta.content is None and not delta.tool_calls for delta in deltas) > 4
+    assert [delta.tool_calls[0].function.name for delta in deltas if delta.tool_calls] == ["run"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
