@@ -116,9 +116,9 @@ def run(
     output: Path | None = None,
 ) -> EvalResult:
     """Evaluate a model, or `checkpoint` of it, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
+    tasks = task.train(config) if split == "train" else task.held_out(config)
 
     async def work() -> EvalResult:
-        tasks = task.train(config) if split == "train" else task.held_out(config)
         async with serving(config, weights=checkpoint) as stack:
             runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
             try:

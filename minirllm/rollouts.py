@@ -253,11 +253,14 @@ def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
             future.set_exception(error)
 
     def work() -> None:
-        result, failure = None, None
+        result: Any = None
+        failure: BaseException | None = None
         try:
             result = fn(*args)
         except (Exception, SystemExit) as error:  # carried to the loop, where it is raised again
-            failure = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
+            failure = error
+            if isinstance(error, StopIteration):  # which a future cannot hold
+                failure = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -2,11 +2,13 @@
 
 The reward is half for obeying the hints (the share of guesses that they allowed) and half for finding the number: all
 of it within the 3 guesses that halving needs, 0.1 less for each guess after. A reply without a number is a guess that
-no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the games is held out.
+no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the
+ranges is held out.
 """
 
 from __future__ import annotations
 
+import random
 import re
 
 from minirllm import AgentConfig, Config, Episode, EvalOutput, Signal, Task, evaluator, rollout
@@ -87,18 +89,20 @@ def reference(task: Task) -> str:
 
 
 def train(config: Config) -> list[Task]:
-    return [task for i, task in enumerate(games()) if i % 5]
+    return [task for task in games() if task.metadata["low"] % 5]
 
 
 def held_out(config: Config) -> list[Task]:
-    return games()[::5]
+    return [task for task in games() if task.metadata["low"] % 5 == 0]
 
 
 def games() -> list[Task]:
-    """Every number of every range that begins at 1 to 89, without the example's, in an order that mixes them."""
+    """Every number of every range that begins at 1 to 89 and does not meet the example's, in a fixed random order."""
     starts = [low for low in range(1, 90) if abs(low - 40) >= SIZE]
-    return [
+    made = [
         Task(f"{low}+{i}", f"A number from {low} to {low + SIZE - 1}.", {"low": low, "number": low + i})
-        for i in range(SIZE)
         for low in starts
+        for i in range(SIZE)
     ]
+    random.Random(0).shuffle(made)
+    return made
