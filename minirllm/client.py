@@ -6,7 +6,7 @@ Owns: `chat`. Does not know: sessions, engines, tasks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from minirllm.types import AgentConfig, Message, Step
 _tls = functools.cache(httpx.create_ssl_context)  # reads the certificate store: once, not for every call
 
 
-async def chat(config: AgentConfig, messages: Sequence[dict[str, Any]], **params: Any) -> Step:
+async def chat(config: AgentConfig, messages: Sequence[Mapping[str, Any]], **params: Any) -> Step:
     """Ask the model; `params` are fields of the Chat Completions body (``max_tokens``, ``temperature``, ``stop`` ...).
 
     The Step has the answer as `output` (text) and `response`, and the id that joins it to the captured tokens. There is

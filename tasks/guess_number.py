@@ -2,8 +2,7 @@
 
 The reward is half for obeying the hints (the share of guesses that they allowed) and half for finding the number: all
 of it within the 3 guesses that halving needs, 0.1 less for each guess after. A reply without a number is a guess that
-no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the
-ranges is held out.
+no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the ranges is held out.
 """
 
 from __future__ import annotations
