@@ -34,7 +34,7 @@ EXAMPLE = (
 
 @rollout
 async def answer(task: Task, config: AgentConfig) -> str:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": INSTRUCTION},
         {"role": "user", "content": EXAMPLE[0]},
         {"role": "assistant", "content": EXAMPLE[1]},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 from minirllm import AgentConfig, Config, Episode, EvalOutput, Signal, Task, evaluator, rollout
 from minirllm.client import chat
@@ -52,7 +53,7 @@ class Game:
 async def play(task: Task, config: AgentConfig) -> str:
     """The guesses, in order, as text; ``?`` for a reply without a number."""
     game = Game(task.metadata["low"], task.metadata["number"])
-    messages = [*EXAMPLE, {"role": "user", "content": task.instruction}]
+    messages: list[dict[str, Any]] = [*EXAMPLE, {"role": "user", "content": task.instruction}]
     guesses: list[int | None] = []
     while len(guesses) < GUESSES:
         reply = str((await chat(config, messages)).output)
