@@ -151,6 +151,8 @@ class Exchange:
             await self._body(b"", last=True)
             session.delivered(call.result().id)
         finally:
+            if call.done() and not call.cancelled() and call.exception() is None:
+                session.lost(call.result().id)  # says nothing of a delivered one
             for task in (call, gone):
                 task.cancel()
             await asyncio.gather(call, gone, return_exceptions=True)

@@ -49,9 +49,9 @@ class Flight:
     nth: tuple[bytes, int]  # digest of the prompt, and how many equal prompts were sent before
     arrival: int  # which request of the session this is
     samples: list[Sample]
-    deltas: list[Delta] = field(default_factory=list)  # everything said so far, for whoever joins late
-    listeners: list[OnDelta] = field(default_factory=list)
-    waiters: int = 0
+    deltas: list[Delta] = field(default_factory=list)  # everything said so far, for whoever asks again
+    on_delta: OnDelta | None = None
+    lost: bool = False  # answered, but the answer did not reach its client
     aborted: bool = False
     task: asyncio.Task[ModelReply] | None = None
 
@@ -65,12 +65,12 @@ class Flight:
         """Is the answer there (or its failure)?"""
         return self.task is not None and self.task.done()
 
-    def listen(self, on_delta: OnDelta) -> None:
+    def listen(self, on_delta: OnDelta | None) -> None:
         """Tell `on_delta` everything, from the beginning on."""
-        on_delta(Delta(0, reply_id=self.reply_id, prompt_ids=tuple(self.prompt_ids)))
-        for delta in self.deltas:
-            on_delta(delta)
-        self.listeners.append(on_delta)
+        self.on_delta = on_delta
+        if on_delta is not None:
+            for delta in (Delta(0, reply_id=self.reply_id, prompt_ids=tuple(self.prompt_ids)), *self.deltas):
+                on_delta(delta)
 
     def token(self, index: int, token: SampledToken) -> None:
         """Choice `index` got one more token."""
@@ -89,8 +89,8 @@ class Flight:
         if tokens or piece.text or piece.reasoning or calls:
             delta = Delta(index, piece.text, piece.reasoning, calls, tokens)
             self.deltas.append(delta)
-            for on_delta in self.listeners:
-                on_delta(delta)
+            if self.on_delta is not None:
+                self.on_delta(delta)
 
 
 def identity(request: ModelRequest) -> ModelRequest:

@@ -7,8 +7,8 @@ A request is matched by its messages, not by its connection: it continues the lo
 answer it repeats. Parallel calls, sub-agents and edited histories match other calls or none, and become branches of the
 token tree. Whatever happens, the tokens recorded are those that the model read and sampled.
 
-A request equal to one whose answer was not delivered yet gets that answer (clients ask again when they lose patience or
-the connection). Equal to a delivered one, it is a new sample. To get several samples at once, ask for `n` of them.
+A request equal to one whose answer was lost on the way gets that answer (clients ask again when they lose patience or
+the connection). Equal to one that is still being answered, or was, it is a new sample.
 """
 
 from __future__ import annotations
@@ -99,29 +99,26 @@ class Session:
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
         """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they are sampled.
 
-        Cancelling the caller cancels the generation, unless another caller waits for the same answer. Raises
-        SessionClosed, QuotaExceeded, ContextOverflow or RequestError before any work, EngineError if the engine fails.
+        Cancelling the caller cancels the generation. Raises SessionClosed, QuotaExceeded, ContextOverflow or RequestError before any work, EngineError if the engine fails.
         """
         if self.closed:
             raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
         same = identity(request)
-        flight = next((known for known in self._flights if known.request == same), None)
+        flight = next((known for known in self._flights if known.lost and known.request == same), None)
         if flight is None:
             flight = self._begin(same)
         else:
             self.counters["replayed"] += 1
+            flight.lost = False
         assert flight.task is not None
-        flight.waiters += 1
+        flight.listen(on_delta)
         try:
-            if on_delta is not None:
-                flight.listen(on_delta)
             await asyncio.wait([flight.task])
-        finally:
-            flight.waiters -= 1
-            if on_delta in flight.listeners:
-                flight.listeners.remove(on_delta)
-            if not flight.waiters and not flight.done:
+        except asyncio.CancelledError:
+            flight.lost = flight.done  # the answer came as its client left
+            if not flight.done:
                 self._abort(flight)
+            raise
         if flight.task.cancelled():
             raise SessionClosed(f"Session {self.id!r} was closed during this call.")
         return flight.task.result()
@@ -129,6 +126,11 @@ class Session:
     def delivered(self, reply_id: str) -> None:
         """The answer with this `ModelReply.id` reached its client: an equal request is a new sample from now on."""
         self._flights = [flight for flight in self._flights if not (flight.done and flight.reply_id == reply_id)]
+
+    def lost(self, reply_id: str) -> None:
+        """The answer with this `ModelReply.id` did not reach its client: an equal request gets it."""
+        for flight in self._flights:
+            flight.lost = flight.lost or (flight.done and flight.reply_id == reply_id)
 
     def close(self) -> None:
         """End the session. Calls in flight are cancelled and recorded as aborted at once; later ones are refused."""

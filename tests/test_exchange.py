@@ -187,17 +187,14 @@ async def test_an_answer_that_never_arrived_is_given_again(place: Place, stream)
     assert len(place.session.steps) == 2
 
 
-async def test_an_impatient_client_that_asks_again_joins_its_own_call(place: Place) -> None:
+async def test_equal_calls_at_the_same_time_are_samples_of_their_own(place: Place) -> None:
     place.engine.gate.clear()
-    _, first = await raw(place)
-    await until(lambda: place.engine.calls)
-    second = asyncio.create_task(place.post(body={"messages": [USER]}))
-    await until(lambda: place.session.counters["replayed"])
-    first.close()
-    await asyncio.sleep(0.05)
+    calls = [asyncio.create_task(place.post(body={"messages": [USER]})) for _ in range(2)]
+    await until(lambda: place.engine.calls == 2)
     place.engine.gate.set()
-    assert (await second).json()["choices"][0]["message"]["content"] == "Hello"
-    assert (place.engine.calls, place.engine.cancelled, len(place.session.steps)) == (1, 0, 1)
+    one, two = [(await call).json()["id"] for call in calls]
+    assert one != two
+    assert len(place.session.steps) == 2
 
 
 async def test_an_error_after_the_stream_began_is_an_event() -> None:

@@ -33,6 +33,7 @@ async def test_n_choices_are_n_steps_sampled_at_once() -> None:
 async def test_an_undelivered_answer_is_given_again_and_a_delivered_one_is_not() -> None:
     s = session()
     reply = await s.call(chat("a"))
+    s.lost(reply.id)
     again = await s.call(chat("a", stream=True, include_usage=True))  # how it travels does not matter
     assert again is reply
     assert len(s.steps) == s.counters["replayed"] == 1
@@ -45,27 +46,25 @@ async def test_an_undelivered_answer_is_given_again_and_a_delivered_one_is_not()
     check(s)
 
 
-async def test_an_equal_request_joins_the_one_in_flight_and_hears_it_from_the_start() -> None:
-    engine = FakeEngine(hold=True)
-    s = session(engine)
-    heard: tuple[list[Delta], list[Delta]] = ([], [])
-    first = asyncio.create_task(s.call(chat("a"), heard[0].append))
-    await asyncio.sleep(0.01)
-    engine.release(3)
-    await asyncio.sleep(0.01)
-    second = asyncio.create_task(s.call(chat("a"), heard[1].append))
-    await asyncio.sleep(0.01)
-    first.cancel()  # the other one still waits: nothing is lost
-    await asyncio.sleep(0.01)
-    engine.release()
-    reply = await second
-    assert len(engine.calls) == len(s.steps) == 1
-    assert s.counters["aborted"] == 0
-    assert [token.id for delta in heard[1] for token in delta.tokens] == reply.choices[0].completion.token_ids
-    assert len([token for delta in heard[0] for token in delta.tokens]) == 3
+async def test_equal_requests_at_the_same_time_are_samples_of_their_own() -> None:
+    s = session()
+    one, two = await asyncio.gather(s.call(chat("a")), s.call(chat("a")))
+    assert one.id != two.id
+    assert len(s.steps) == 2
+    assert s.counters["replayed"] == 0
+    three = await s.call(chat("a"))  # nobody said that an answer was lost
+    assert three.id not in (one.id, two.id)
+    check(s)
+
+
+async def test_a_lost_answer_given_again_is_heard_from_the_start() -> None:
+    s = session()
+    reply = await s.call(chat("a"))
+    s.lost(reply.id)
     late: list[Delta] = []
     assert await s.call(chat("a"), late.append) is reply
-    assert "".join(delta.text for delta in late) == "".join(delta.text for delta in heard[1]) == said(reply)
+    assert "".join(delta.text for delta in late) == said(reply)
+    assert [token.id for delta in late for token in delta.tokens] == reply.choices[0].completion.token_ids
 
 
 async def test_a_client_that_leaves_cancels_and_its_retry_gets_the_same_seed() -> None:
