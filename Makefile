@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN ?= .venv/bin
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test smoke bench
+.PHONY: setup check test smoke bench speeds learning
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -28,5 +28,12 @@ test: | $(BIN)/python
 smoke: | $(BIN)/python
 	$(BIN)/minirllm train tasks/smoke.py --model tiny
 
-bench: | $(BIN)/python
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+# Each writes benchmarks/baselines/<name>.json. Minutes to hours; nothing else should run on the machine.
+bench: speeds learning
+
+speeds: | $(BIN)/python
+	for script in $(filter-out benchmarks/learning.py,$(wildcard benchmarks/*.py)); do \
+		$(BIN)/python $$script --out benchmarks/baselines/$$(basename $$script .py).json || exit 1; done
+
+learning: | $(BIN)/python
+	for task in first_letter guess_number uppercase; do $(BIN)/python benchmarks/learning.py $$task || exit 1; done

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minirllm.agent_trainer import AgentTrainer
     from minirllm.config import Config
     from minirllm.flow import evaluator, rollout
-    from minirllm.agent_trainer import AgentTrainer
     from minirllm.types import (
         AgentConfig,
         Episode,

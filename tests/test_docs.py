@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 import pytest
-import test_architecture
 
+import test_architecture
 from minirllm import flow
 from minirllm.cli import cli
 from minirllm.config import Config
