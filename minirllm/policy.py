@@ -12,6 +12,7 @@ import asyncio
 import copy
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -191,7 +192,10 @@ class Policy:
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+            )  # peft's own use
             torch.manual_seed(config.seed)
             try:
                 return get_peft_model(model, lora).eval()
@@ -221,6 +225,9 @@ class Policy:
     @torch.no_grad()
     def _probe(self) -> str:
         """The determinism level; and a check that driving decoder and head by hand is what the model itself does."""
+        name = "attn_logit_softcapping"
+        if getattr(self.model.config.get_text_config(), name, None) is not None:
+            raise ModelError(f"{type(self.model).__name__} has {name}, which this attention does not do; use another.")
         ids_T = torch.arange(1, 9, device=self.device) % self.vocab_size
         position_T = torch.arange(8, device=self.device)
         layout = attention.ForestLayout([[(0, 8)]])
