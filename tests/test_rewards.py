@@ -224,7 +224,7 @@ async def test_a_verdict_comes_back_whole(graders: Graders) -> None:
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ("raise", r"ZeroDivisionError: division by zero \(grader.py line 17\)"),
+        ("raise", r"evaluator failed: ZeroDivisionError: division by zero \(grader.py line 17\)"),
         ("nan", "finite reward, got nan"),
         ("memory", "MemoryError"),
         ("exit", r"died \(exit status 3\)"),

@@ -174,10 +174,10 @@ def serve(module: str, path: str, attribute: str) -> None:
         found.append(_load(Reference(module, path, attribute)))
         return {}
 
-    _write(replies, _guarded(load, path))
+    _write(replies, _guarded(load, path, "evaluator cannot be imported"))
     while header := requests.read(HEADER):
         request = requests.read(int.from_bytes(header, "big"))
-        _write(replies, _guarded(functools.partial(_verdict, found[0], request), path))
+        _write(replies, _guarded(functools.partial(_verdict, found[0], request), path, "evaluator failed"))
 
 
 def _limit() -> None:
@@ -198,14 +198,14 @@ def _verdict(grade: Evaluator, request: bytes) -> dict[str, Any]:
     return dataclasses.asdict(verdict(grade(task, episode)))
 
 
-def _guarded(work: Callable[[], dict[str, Any]], path: str) -> dict[str, Any]:
+def _guarded(work: Callable[[], dict[str, Any]], path: str, what: str) -> dict[str, Any]:
     """What `work` returns, or why it failed: here an evaluator's failure becomes data."""
     try:
         return work()
     except (TaskError, GradingError) as error:
         return {"error": str(error)}
     except Exception as error:
-        return {"error": one_line(error, path)}
+        return {"error": f"{what}: {one_line(error, path)}"}
 
 
 def _write(replies: BinaryIO, reply: dict[str, Any]) -> None:
