@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import PreTrainedTokenizerFast
 
 from minirllm import tiny
 from minirllm.renderer import Renderer
@@ -150,7 +153,7 @@ def sampled_ids(it: Renderer, drawn: list) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "tiny", "thinking_xml", "llama3", "mistral"])
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     drawn=st.lists(st.one_of(ANY_ID, st.sampled_from(PIECES)), max_size=30),
     stops=st.sampled_from([(), ("a",), ("\n\n", "😀")]),
@@ -187,6 +190,17 @@ def test_characters_are_sent_when_they_are_whole() -> None:
     assert [stream.push(id).text for id in b"\xe2\x82z"] == ["", "", "\ufffdz"]
     assert stream.push("é".encode()[0]).text == ""
     assert stream.finish().text == "\ufffd"
+
+
+def test_decoders_that_treat_the_first_token_differently() -> None:
+    """SentencePiece style: a space is part of the word, and decoding drops that of the first word only."""
+    core = Tokenizer(token_models.WordLevel({"▁Hi": 0, "▁there": 1, "!": 2, "<end>": 3}, unk_token="!"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    core.add_special_tokens(["<end>"])
+    words = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    it = Renderer(words, template="{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+    stream = it.stream()
+    assert [stream.push(id).text for id in (0, 1, 2, 1, 3)] == ["Hi", " there", "!", " there", ""]
 
 
 def test_special_tokens_are_no_text_but_markers_are_read() -> None:

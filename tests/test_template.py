@@ -146,6 +146,13 @@ def test_client_call_ids_never_reach_the_model() -> None:
     assert '"call_id": "000000000"' in it.decode(it.prompt(conversation("x")))
 
 
+def test_results_are_named_by_their_call() -> None:
+    named = tiny.TEMPLATE.replace("<tool_response>\\n'", "<tool_response>\\n' + message.name + ': '")
+    it = Renderer(tokenizer("tiny"), template=named)
+    asked = [USER, calling(call(id="x"), call(id="y")), Message("tool", "sunny", tool_call_id="y")]
+    assert "<tool_response>\nweather: sunny\n</tool_response>" in it.decode(it.prompt(asked))
+
+
 def test_a_late_system_message_becomes_the_users_where_it_must() -> None:
     late = [USER, Message("assistant", "A"), Message("system", "Now rhyme."), USER]
     strict, free = renderer("thinking_xml"), renderer("qwen25")
