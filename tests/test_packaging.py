@@ -23,6 +23,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FAMILIES = {"minirllm.tasks": "tasks", "minirllm.harnesses": "harnesses"}
 
 
+OURS = {"minirllm", "tasks", "harnesses"}
+
+
 def normal(name: str) -> str:
     """A distribution's name as registries compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -37,18 +40,16 @@ def imported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in [p for folder in ("minirllm", "tasks", "harnesses") for p in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            for name in (
-                {name.split(".")[0] for name in names}
-                - set(sys.stdlib_module_names)
-                - {"minirllm", "tasks", "harnesses"}
-            ):
+            match node:
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case ast.ImportFrom():
+                    names = [node.module or ""]
+                case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]):
+                    names = [name]
+                case _:
+                    continue
+            for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - OURS:
                 found.setdefault(normal(name), set()).add(str(path.relative_to(ROOT)))
     return found
 
