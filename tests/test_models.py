@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockbuster import BlockingError
 from transformers import MambaConfig, MambaForCausalLM
 
 from minirllm import embedded, models, tiny
@@ -106,13 +105,6 @@ def test_a_damaged_file_is_noticed(smollm2: models.LoadedModel, tmp_path: Path) 
     assert not embedded.intact(tmp_path / "absent")
     (tmp_path / embedded.CHECKSUMS).write_text("")
     assert not embedded.intact(tmp_path)
-
-
-async def test_hashing_on_the_event_loop_would_be_noticed(tmp_path: Path) -> None:
-    """The guard of conftest.py: a call of the package that blocks the loop fails its test."""
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(BlockingError):
-        embedded.sha256(tmp_path / "file")
 
 
 def _convert(cache: str, results: multiprocessing.Queue) -> None:
