@@ -1,7 +1,7 @@
 """smoke: answer in lower-case letters. A model from scratch learns it in under a minute, to show that learning works.
 
-The reward is the share of lower-case letters among the characters of the answer, so that a random answer already has a
-signal. Run it with ``--model tiny``.
+The reward is the number of lower-case letters in the answer over the four that fit, so that a random answer already has
+a signal. Run it with ``--model tiny``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from minirllm.client import chat
 
 LENGTH = 4  # new tokens; the tiny model has one per byte
 DEFAULTS = {
-    "model": "tiny", "steps": 30, "batch_size": 4, "group_size": 8, "max_tokens": LENGTH, "lora_rank": 0, "lr": 3e-3,
-    "eval_every": 0, "eval_tasks": 16, "save_every": 30, "threads": 1,
+    "model": "tiny", "steps": 20, "batch_size": 4, "group_size": 8, "max_tokens": LENGTH, "lora_rank": 0, "lr": 3e-3,
+    "eval_every": 0, "eval_tasks": 16, "save_every": 20, "threads": 1,
 }  # fmt: skip
 
 
@@ -24,7 +24,9 @@ async def answer(task: Task, config: AgentConfig) -> str:
 
 @evaluator
 def score(task: Task, episode: Episode) -> float:
-    return sum("a" <= letter <= "z" for letter in episode.answer) / max(LENGTH, len(episode.answer))
+    if len(episode.answer) > LENGTH:  # a token that stands for a whole word, <tool_call> say, was used
+        return 0.0
+    return sum("a" <= letter <= "z" for letter in episode.answer) / LENGTH
 
 
 def reference(task: Task) -> str:
