@@ -18,7 +18,7 @@ Legend: T tokens, H query heads, K key/value heads, G = H / K, D head size, L ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 IMPLEMENTATION = "minirllm"  # the name under which transformers finds `_attention`
 TILE = 256
 ROW_MULTIPLE = 4
+BLOCK = 256  # queries whose scores are held at once
 
 
 class Layout(Protocol):
@@ -45,14 +46,17 @@ class Layout(Protocol):
         """Returns ``[T, H, D]``. `window` is the sliding window of this layer, in tokens, or None."""
 
 
+def weigh(q_BRD: torch.Tensor, k_BLD: torch.Tensor, visible_BRL: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The attention weights, ``[B, R, L]`` in fp32: softmax over the visible keys. `visible` broadcasts."""
+    scores_BRL = torch.matmul(q_BRD * scaling, k_BLD.transpose(1, 2))
+    return F.softmax(scores_BRL.masked_fill_(~visible_BRL, float("-inf")), -1, dtype=torch.float32)
+
+
 def tiled(
     q_BRD: torch.Tensor, k_BLD: torch.Tensor, v_BLD: torch.Tensor, visible_BRL: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Softmax attention; L is a multiple of TILE, R of ROW_MULTIPLE, `visible` broadcasts to ``[B, R, L]``."""
-    scores_BRL = torch.matmul(q_BRD, k_BLD.transpose(1, 2)) * scaling
-    weights_BRL = F.softmax(scores_BRL.masked_fill(~visible_BRL, float("-inf")), -1, dtype=torch.float32).to(
-        v_BLD.dtype
-    )
+    """Softmax attention, L a multiple of TILE, R of ROW_MULTIPLE. `visible` broadcasts to ``[B, R, L]``."""
+    weights_BRL = weigh(q_BRD, k_BLD, visible_BRL, scaling).to(v_BLD.dtype)
     out_BRD = torch.matmul(weights_BRL[..., :TILE], v_BLD[:, :TILE])
     for at in range(TILE, k_BLD.shape[1], TILE):
         out_BRD = out_BRD + torch.matmul(weights_BRL[..., at : at + TILE], v_BLD[:, at : at + TILE])
@@ -62,23 +66,56 @@ def tiled(
 def attend_span(
     q_HnD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, scaling: float, window: int | None = None
 ) -> torch.Tensor:
-    """n consecutive queries over the L keys of their path, the last n being their own. Returns ``[n, H, D]``."""
-    (H, n, D), (K, L, _) = q_HnD.shape, k_KLD.shape
-    rows = H // K * n
-    key_L, query_n1 = (
-        torch.arange(L + -L % TILE, device=q_HnD.device),
-        torch.arange(L - n, L, device=q_HnD.device)[:, None],
+    """n consecutive queries over the L keys of their path, the last n of which are theirs. Returns ``[n, H, D]``."""
+    (H, n, _), (K, L, _) = q_HnD.shape, k_KLD.shape
+    k_KLD, v_KLD = _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)])
+    out = []
+    for start, end, visible_RL in _blocks(n, L, H // K, window, q_HnD.device):
+        visible = slice(0, visible_RL.shape[1])
+        out_KRD = tiled(_rows(q_HnD[:, start:end], K), k_KLD[:, visible], v_KLD[:, visible], visible_RL, scaling)
+        out.append(_heads(out_KRD, H, end - start).transpose(0, 1))
+    return torch.cat(out)
+
+
+def _blocks(
+    n: int, L: int, G: int, window: int | None, device: torch.device
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """n queries in blocks: (first, end, which keys each row of the block sees, ``[R, tiles it reaches into]``).
+
+    A block bounds the scores alive at once, and leaves out the tiles of its future, which would add exact zeros.
+    """
+    for start in range(0, n, BLOCK):
+        end = min(n, start + BLOCK)
+        reach = L - n + end  # keys that the block's last query sees
+        key_L = torch.arange(reach + -reach % TILE, device=device)
+        query_b1 = torch.arange(L - n + start, reach, device=device)[:, None]
+        visible_bL = key_L <= query_b1
+        if window is not None:
+            visible_bL = visible_bL & (key_L > query_b1 - window)
+        pad = -(G * (end - start)) % ROW_MULTIPLE
+        yield start, end, F.pad(visible_bL.repeat(G, 1), (0, 0, 0, pad), value=True)  # a pad row must see something
+
+
+def _rows(x_HnD: torch.Tensor, K: int) -> torch.Tensor:
+    """``[H, n, D]`` as ``[K, R, D]``: query heads of one key head one below the other, R padded to a row multiple."""
+    x_KRD = x_HnD.reshape(K, -1, x_HnD.shape[-1])
+    pad = -x_KRD.shape[1] % ROW_MULTIPLE
+    return F.pad(x_KRD, (0, 0, 0, pad)) if pad else x_KRD
+
+
+def _heads(x_KRD: torch.Tensor, H: int, n: int) -> torch.Tensor:
+    """The inverse of `_rows`."""
+    return x_KRD[:, : H // len(x_KRD) * n].reshape(H, n, -1)
+
+
+def _whole_tiles(x_KTD: torch.Tensor, path: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The tokens of a path one after the other, zeros up to a whole tile. No copy when they lie like that already."""
+    length = sum(end - start for start, end in path)
+    if len(path) == 1 and length % TILE == 0:
+        return x_KTD[:, path[0][0] : path[0][1]]
+    return torch.cat(
+        [*(x_KTD[:, a:b] for a, b in path), x_KTD.new_zeros(len(x_KTD), -length % TILE, x_KTD.shape[-1])], 1
     )
-    visible_nL = key_L <= query_n1
-    if window is not None:
-        visible_nL = visible_nL & (key_L > query_n1 - window)
-    visible_RL = F.pad(
-        visible_nL.repeat(H // K, 1), (0, 0, 0, -rows % ROW_MULTIPLE), value=True
-    )  # a pad row must see something
-    q_KRD = F.pad(q_HnD.reshape(K, rows, D), (0, 0, 0, -rows % ROW_MULTIPLE))
-    k_KLD, v_KLD = F.pad(k_KLD, (0, 0, 0, -L % TILE)), F.pad(v_KLD, (0, 0, 0, -L % TILE))
-    out_KRD = tiled(q_KRD, k_KLD, v_KLD, visible_RL, scaling)[:, :rows]
-    return out_KRD.reshape(H, n, D).transpose(0, 1)
 
 
 class ForestLayout:
@@ -96,13 +133,55 @@ class ForestLayout:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        out = []
-        for path in self.paths:
+        return _Forest.apply(q_HTD, k_KTD, v_KTD, self.paths, scaling, window)
+
+
+class _Forest(torch.autograd.Function):
+    """`attend_span` for every node, and its gradient one block at a time.
+
+    Backward recomputes the weights instead of keeping them: memory is O(T), not O(T x keys), and a node's gradients are
+    added in place where its path lies, instead of one T-long array per node and span.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, paths: Any, scaling: float, window: Any
+    ) -> Any:
+        ctx.save_for_backward(q_HTD, k_KTD, v_KTD)
+        ctx.rest = paths, scaling, window
+        out_THD = q_HTD.new_empty(q_HTD.shape[1], len(q_HTD), q_HTD.shape[2])
+        for path in paths:
             start, end = path[-1]
-            k_KLD = torch.cat([k_KTD[:, a:b] for a, b in path], 1)
-            v_KLD = torch.cat([v_KTD[:, a:b] for a, b in path], 1)
-            out.append(attend_span(q_HTD[:, start:end], k_KLD, v_KLD, scaling, window))
-        return torch.cat(out)
+            k_KLD, v_KLD = (torch.cat([x_KTD[:, a:b] for a, b in path], 1) for x_KTD in (k_KTD, v_KTD))
+            out_THD[start:end] = attend_span(q_HTD[:, start:end], k_KLD, v_KLD, scaling, window)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (q_HTD, k_KTD, v_KTD), (paths, scaling, window) = ctx.saved_tensors, ctx.rest
+        dout_HTD = gradients[0].transpose(0, 1)
+        dq_HTD, dk_KTD, dv_KTD = torch.empty_like(q_HTD), torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
+        H, K = len(q_HTD), len(k_KTD)
+        for path in paths:
+            first, last = path[-1]
+            L = sum(end - start for start, end in path)
+            k_KLD, v_KLD = _whole_tiles(k_KTD, path), _whole_tiles(v_KTD, path)
+            dk_KLD, dv_KLD = torch.zeros_like(k_KLD), torch.zeros_like(v_KLD)
+            for start, end, visible_RL in _blocks(last - first, L, H // K, window, q_HTD.device):
+                keys, at = slice(0, visible_RL.shape[1]), slice(first + start, first + end)
+                q_KRD, dout_KRD = _rows(q_HTD[:, at], K), _rows(dout_HTD[:, at], K)
+                weights_KRL = weigh(q_KRD, k_KLD[:, keys], visible_RL, scaling)
+                dv_KLD[:, keys] += torch.matmul(weights_KRL.to(v_KLD.dtype).transpose(1, 2), dout_KRD)
+                dweights_KRL = torch.matmul(dout_KRD, v_KLD[:, keys].transpose(1, 2)).float()
+                dscores_KRL = torch._softmax_backward_data(dweights_KRL, weights_KRL, -1, torch.float32).to(q_KRD.dtype)
+                dq_HTD[:, at] = _heads(torch.matmul(dscores_KRL, k_KLD[:, keys]), H, end - start) * scaling
+                dk_KLD[:, keys] += torch.matmul(dscores_KRL.transpose(1, 2), q_KRD * scaling)
+            offset = 0
+            for start, end in path:
+                dk_KTD[:, start:end] += dk_KLD[:, offset : offset + end - start]
+                dv_KTD[:, start:end] += dv_KLD[:, offset : offset + end - start]
+                offset += end - start
+        return dq_HTD, dk_KTD, dv_KTD, None, None, None
 
 
 def _attention(
