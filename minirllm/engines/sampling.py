@@ -29,12 +29,12 @@ Logprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits [R, V
 
 @dataclass(slots=True)
 class Rows:
-    """What sampling needs to know of each of R rows. `special` rows ask for more than temperature: (row, params, sampled ids)."""
+    """What sampling needs to know of R rows. Those in `special` ask for more than temperature."""
 
     temperature_R: np.ndarray  # float32; 0 is greedy
     seed_R: np.ndarray  # uint64, from `key`
     index_R: np.ndarray  # int64, how many tokens the request has sampled before
-    special: list[tuple[int, SamplingParams, Sequence[int]]] = field(default_factory=list)
+    special: list[tuple[int, SamplingParams, Sequence[int]]] = field(default_factory=list)  # row, params, sampled ids
 
 
 @dataclass(slots=True)
@@ -79,7 +79,9 @@ def sample(logits_RV: torch.Tensor, rows: Rows, logprobs: Logprobs) -> Samples:
     if not rows.temperature_R.all():
         token_R = torch.where(temperature_R > 0, token_R, logits_RV.argmax(-1))
     logprob_R = logprob_RV.gather(1, token_R[:, None])[:, 0]
-    top = {row: most_likely(logprob_RV[row], params.top_logprobs) for row, params, _ in rows.special if params.top_logprobs}
+    top = {
+        row: most_likely(logprob_RV[row], params.top_logprobs) for row, params, _ in rows.special if params.top_logprobs
+    }
     return Samples(token_R.tolist(), logprob_R.tolist(), top)
 
 
@@ -103,7 +105,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def invert_cdf(logprob_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds uniform x total. Never one of probability 0.
 
-    In two levels, blocks and then inside one block, in float64: a float32 running sum over 50,000 entries is off by 1e-6.
+    In two levels, blocks and then inside one block, in float64: a float32 running sum over 50,000 entries is 1e-6 off.
     """
     prob_RBb = F.pad(logprob_RV.exp(), (0, -logprob_RV.shape[1] % BLOCK)).view(len(logprob_RV), -1, BLOCK)
     block_RB = prob_RBb.sum(-1).double()
@@ -114,7 +116,7 @@ def invert_cdf(logprob_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tenso
 
 
 def _first_above(weight_RN: torch.Tensor, target_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what of the target is left at the start of that entry, its index [R, 1]): the first whose running sum exceeds the
+    """(what of the target is left at the start of an entry, its index [R, 1]): the first whose running sum exceeds the
     target, or, where rounding leaves none, the last of positive weight."""
     sum_RN = weight_RN.cumsum(-1)
     last_R1 = weight_RN.shape[1] - 1 - (weight_RN.flip(-1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
@@ -123,7 +125,7 @@ def _first_above(weight_RN: torch.Tensor, target_R1: torch.Tensor) -> tuple[torc
 
 
 def truncate(logprob_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """top_k, then top_p of what is left, then min_p; renormalised. Ties at the edge stay in, and the likeliest token always does.
+    """top_k, then top_p of what is left, then min_p; renormalised. Ties at the edge and the likeliest token stay in.
 
     top_p is nucleus sampling (Holtzman et al. 2020): the fewest tokens whose probabilities reach top_p. min_p keeps
     tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024).
@@ -146,7 +148,7 @@ def most_likely(logprob_V: torch.Tensor, count: int) -> tuple[tuple[int, float],
 
 
 def _penalise(logits_RV: torch.Tensor, rows: Rows) -> None:
-    """Subtract presence_penalty once and frequency_penalty per occurrence from tokens sampled before (as OpenAI defines them)."""
+    """Subtract presence_penalty once, frequency_penalty per occurrence, from tokens sampled before, as OpenAI does."""
     for row, params, sampled in rows.special:
         if sampled and (params.presence_penalty or params.frequency_penalty):
             ids, counts = np.unique(np.asarray(sampled, np.int64), return_counts=True)
