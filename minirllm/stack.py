@@ -49,18 +49,12 @@ async def serving(
     """Load, start and, at the end, stop everything. `weights` is a checkpoint, or a run whose newest one is taken.
     `open_key` also serves calls outside any session to its bearers, and opens the admin routes.
 
-    Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken. Loading blocks the event loop:
-    nothing else runs on it yet.
+    Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken.
     """
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = cuda, but this torch sees no CUDA device; use device = cpu or auto.")
-    loaded = models.load(config.model, device, progress=say)
-    policy = Policy(loaded.model, loaded.tokenizer, config)
-    engine = engine_class(config.engine)(policy, config)
-    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids))
-    if weights is not None:
-        await policy.run(policy.load_weights, _checkpoint(weights))
+    loaded, policy, engine, renderer = await asyncio.to_thread(_load, config, device, weights, say)
     model_id = loaded.name.rstrip("/").rpartition("/")[2]
     settings: dict[str, Any] = {"default_max_tokens": config.max_tokens, "default_temperature": config.eval_temperature}
     sessions = Sessions(engine, renderer, model_id, max_calls=config.max_calls, **settings)
