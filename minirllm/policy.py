@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers.utils import logging as transformers_logging
 
 from minirllm import attention, exactness, head
 from minirllm.config import Config
@@ -156,7 +157,13 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """The adapter in peft's form, or the whole model with its tokenizer in transformers' form."""
-        self.model.save_pretrained(folder)
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()
         if not self.config.lora_rank:
             self.tokenizer.save_pretrained(folder)
 

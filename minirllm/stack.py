@@ -84,6 +84,19 @@ async def serving(
         policy.close()
 
 
+def _load(
+    config: Config, device: str, weights: Path | None, say: Callable[[str], None] | None
+) -> tuple[models.LoadedModel, Policy, Engine, Renderer]:
+    """What takes seconds, off the event loop."""
+    loaded = models.load(config.model, device, progress=say)
+    policy = Policy(loaded.model, loaded.tokenizer, config)
+    if weights is not None:
+        policy.load_weights(_checkpoint(weights))
+    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids))
+    policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
+    return loaded, policy, engine_class(config.engine)(policy, config), renderer
+
+
 def serve(
     config: Config, *, host: str, port: int, key: str, checkpoint: Path | None, ready: Callable[[str], None]
 ) -> None:
