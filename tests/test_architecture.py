@@ -46,7 +46,7 @@ OUTSIDE = {
     "starlette": "server",
     "sympy": "rewards",
     "torch": "algorithms attention checkpoint embedded engines exactness head models policy stack tiny trainer",
-    "transformers": "attention embedded models tiny",
+    "transformers": "attention embedded models policy tiny",
     "uvicorn": "server",
 }
 
