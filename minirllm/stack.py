@@ -81,7 +81,7 @@ async def serving(
     finally:
         await server.close()
         await engine.close()
-        policy.close()
+        await asyncio.to_thread(policy.close)
 
 
 def _load(

@@ -14,7 +14,6 @@ import runpy
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +102,20 @@ class _Run:
         ]
         finished = await asyncio.to_thread(self.store.finished, step)
         missing = [job for job in wanted if (job.task.id, job.rollout_idx) not in finished]
-        with ThreadPoolExecutor(1, "store") as writer:  # one thread: whole lines, in the order in which episodes end
-            writes = []
+        writes, one_at_a_time = [], asyncio.Lock()
 
-            def keep(episode: Episode) -> None:
-                finished[episode.task_id, episode.rollout_idx] = episode
-                writes.append(writer.submit(self.store.append, step, episode))
-                self.progress(f"step {step}", len(finished), len(wanted), finished.values())
+        async def write(episode: Episode) -> None:
+            async with one_at_a_time:
+                await asyncio.to_thread(self.store.append, step, episode)
 
+        def keep(episode: Episode) -> None:
+            finished[episode.task_id, episode.rollout_idx] = episode
+            writes.append(asyncio.ensure_future(write(episode)))
             self.progress(f"step {step}", len(finished), len(wanted), finished.values())
-            await self.runner.run_many(missing, keep)
-            for write in writes:
-                await asyncio.wrap_future(write)
+
+        self.progress(f"step {step}", len(finished), len(wanted), finished.values())
+        await self.runner.run_many(missing, keep)
+        await asyncio.gather(*writes)
         return [finished[job.task.id, job.rollout_idx] for job in wanted]
 
     async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float]:
