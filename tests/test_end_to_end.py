@@ -1,0 +1,217 @@
+"""The whole product at once: it learns, it repeats bit for bit, it survives a kill.
+
+The proofs run at the level that the probe finds (`level` in the manifest). SmolLM2 runs the short form of what the tiny
+model runs at length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from minirllm import AgentTrainer, Config, Episode, EvalOutput, Signal, Task, evaluator, flow, rollout, train
+from minirllm.client import chat
+from minirllm.errors import ConfigError, TaskError
+from minirllm.log import read_metrics
+from minirllm.store import EpisodeStore
+
+TASK = str(Path(__file__).with_name("delayed.py"))
+
+
+def command(runs: Path, run: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "minirllm.train", TASK, "--runs-dir", str(runs), "--run", run, "--quiet", *options]
+
+
+def run(runs: Path, name: str, *options: str, **environment: str) -> list[dict[str, Any]]:
+    """Train in a process of its own; its metrics rows."""
+    done = subprocess.run(
+        command(runs, name, *options), env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_metrics(runs / name / "metrics.jsonl")
+
+
+def content(runs: Path, name: str, step: int) -> list[Any]:
+    """What an episode consists of, without clock times."""
+    episodes = EpisodeStore(runs / name / "episodes").finished(step)
+    return [
+        (key, e.reward, e.session_id, [(n.tokens, n.logprobs, n.parent, n.call_id) for n in sorted_nodes(e)])
+        for key, e in sorted(episodes.items())
+    ]
+
+
+def sorted_nodes(episode: Episode) -> list[Any]:
+    """Nodes in an order that does not depend on which of two parallel calls ended first, parents by content."""
+    nodes = episode.tree.nodes
+    path = [tuple(episode.tree.ids(i)) for i in range(len(nodes))]
+    named = [type("N", (), {"tokens": n.tokens, "logprobs": n.logprobs, "call_id": n.call_id,
+                            "parent": path[n.parent] if n.parent >= 0 else ()}) for n in nodes]  # fmt: skip
+    return [n for _, n in sorted(zip(path, named, strict=True), key=lambda pair: (pair[0], pair[1].call_id))]
+
+
+def hashes(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["weights_sha256"] for row in rows if row["step"]]
+
+
+@pytest.mark.parametrize("determinism", ["auto", "fixed"])
+def test_random_delays_change_nothing(tmp_path: Path, determinism: str) -> None:
+    quick = run(tmp_path, "quick", "--steps", "3", "--determinism", determinism)
+    slow = run(tmp_path, "slow", "--steps", "3", "--determinism", determinism, "--concurrency", "5", DELAY="0.15")
+    assert len(set(hashes(quick))) == 3  # it did learn something each time
+    assert hashes(quick) == hashes(slow)
+    for step in (1, 2, 3):
+        assert content(tmp_path, "quick", step) == content(tmp_path, "slow", step)
+    level = json.loads((tmp_path / "quick/manifest.json").read_text())["level"]
+    assert level in (("exact", "fixed") if determinism == "auto" else ("fixed",))
+    if level == "exact":
+        assert [row["mismatch_max"] for row in quick] == [0.0] * 3
+        assert [row["ratio_max"] for row in quick] == [0.0] * 3
+    assert max(row["mismatch_max"] for row in quick) <= 1e-4
+    other = run(tmp_path, "other", "--steps", "1", "--determinism", determinism, "--seed", "1")
+    assert hashes(other)[0] != hashes(quick)[0]
+
+
+def test_kill_and_resume_end_at_the_same_weights(tmp_path: Path) -> None:
+    whole = run(tmp_path, "whole")
+    options = command(tmp_path, "cut")
+    with subprocess.Popen(options, env={**os.environ, "DELAY": "0.3"}) as process:
+        episodes = tmp_path / "cut/episodes"
+        deadline = time.monotonic() + 100
+        while not any("step_00003" in path.name for path in episodes.glob("*")) and time.monotonic() < deadline:
+            assert process.poll() is None, "ended before step 3"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert len(read_metrics(tmp_path / "cut/metrics.jsonl")) == 2
+    finished = EpisodeStore(episodes).finished(3)
+    rows = run(tmp_path, "cut", "--resume")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert hashes(rows) == hashes(whole)
+    for step in (3, 4):
+        assert content(tmp_path, "cut", step) == content(tmp_path, "whole", step)
+    kept = EpisodeStore(episodes).finished(3)
+    assert all(kept[key].metrics == episode.metrics for key, episode in finished.items())  # not run again
+
+
+def test_a_finished_run_and_a_used_folder_say_so(tmp_path: Path) -> None:
+    rows = run(tmp_path, "once", "--steps", "1")
+    done = subprocess.run(command(tmp_path, "once", "--steps", "1"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    longer = run(tmp_path, "once", "--steps", "2", "--resume")
+    assert hashes(longer)[0] == hashes(rows)[0]
+    assert len(longer) == 2
+
+
+def test_the_smoke_task_is_learned(tmp_path: Path) -> None:
+    task = flow.load_task(Path(__file__).parent.parent / "tasks/smoke.py")
+    last = train.run(task, Config(**{**task.defaults, "runs_dir": str(tmp_path), "run": "smoke"}), quiet=True)
+    rows = read_metrics(tmp_path / "smoke/metrics.jsonl")
+    assert rows[0]["step"] == 0
+    assert last["eval_reward"] > rows[0]["eval_reward"] + 0.2
+    assert last["reward_mean"] > 0.6
+
+
+@rollout
+def sync_agent(task: Task, config: Any) -> str:
+    """A plain function with the official client, as written for a provider."""
+    client = openai.OpenAI(base_url=config.base_url, api_key=config.api_key)
+    with client:
+        reply = client.chat.completions.create(
+            model=config.model, messages=[{"role": "user", "content": str(task.instruction)}]
+        )
+    return reply.choices[0].message.content or ""
+
+
+@evaluator
+def length(task: Task, episode: Episode) -> EvalOutput:
+    return EvalOutput(len(episode.answer) % 3 / 2, signals=[Signal("length", len(episode.answer))])
+
+
+def test_agent_trainer_with_the_official_client(tmp_path: Path) -> None:
+    tasks = [Task(str(i), f"Say {i}") for i in range(4)]
+    options = {
+        "model": "tiny",
+        "steps": 2,
+        "batch_size": 2,
+        "group_size": 3,
+        "max_tokens": 6,
+        "runs_dir": str(tmp_path),
+    }
+    trainer = AgentTrainer(
+        agent_flow=sync_agent,
+        evaluator=length,
+        config=options,
+        train_dataset=tasks[:3],
+        val_dataset=lambda _: tasks[3:],
+    )
+    last = trainer.train(quiet=True)
+    assert last["step"] == 2
+    assert last["episodes"] == 6
+    assert "eval_reward" in last
+    with pytest.raises(ConfigError, match="did you mean steps"):
+        AgentTrainer(sync_agent, length, {"stepz": 1}, tasks)
+    with pytest.raises(TaskError, match="no tasks"):
+        AgentTrainer(sync_agent, length, {**options, "run": "empty"}, []).train(quiet=True)
+
+
+@rollout
+async def broken(task: Task, config: Any) -> Any:
+    """Fails in a way that the task names."""
+    if task.id == "raises":
+        raise RuntimeError("the agent broke")
+    if task.id == "silent":
+        return "no call was made"
+    await chat(config, [{"role": "user", "content": "Hi"}])
+    if task.id == "hangs":
+        await asyncio.sleep(1000)
+    return 17 if task.id == "wrong" else "fine"
+
+
+@evaluator
+async def maybe(task: Task, episode: Episode) -> Any:
+    return {"nan": float("nan"), "text": "good"}.get(task.id, len(episode.answer) % 2)
+
+
+def test_whatever_an_agent_or_grader_does_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    tasks = [Task(name, name) for name in ("raises", "silent", "hangs", "wrong", "nan", "text", "good")]
+    options = {
+        "model": "tiny", "steps": 1, "batch_size": 7, "group_size": 2, "max_tokens": 4, "runs_dir": str(tmp_path), "run": "r",
+        "episode_timeout": 3.0, "retries": 0,
+    }  # fmt: skip
+    row = AgentTrainer(broken, maybe, options, tasks).train(quiet=True)
+    episodes = EpisodeStore(tmp_path / "r/episodes").finished(1)
+    ended = {key[0]: episode for key, episode in episodes.items()}
+    assert {name: e.termination_reason.value for name, e in ended.items()} == {
+        "raises": "error", "silent": "no_calls", "hangs": "timeout", "wrong": "error", "nan": "grading_error",
+        "text": "grading_error", "good": "env_done",
+    }  # fmt: skip
+    assert all((e.reward is None) == (name != "good") for name, e in ended.items())
+    assert "the agent broke" in ended["raises"].reason
+    assert "int" in ended["wrong"].reason
+    assert "nan" in ended["nan"].reason
+    assert row["ungraded"] == 12
+
+
+@pytest.mark.slow
+def test_smollm2_trainer_and_sampler_agree_bit_for_bit(tmp_path: Path) -> None:
+    options = ["--steps", "3", "--lr", "0.0003", "--set", "threads=2", "--lora-rank", "16"]
+    rows = run(tmp_path, "a", *options, MODEL="smollm2-135m")
+    again = run(tmp_path, "b", *options, MODEL="smollm2-135m", DELAY="0.2")
+    assert hashes(rows) == hashes(again)
+    assert all(row["trained_tokens"] for row in rows)
+    level = json.loads((tmp_path / "a/manifest.json").read_text())["level"]
+    for row in rows:
+        assert row["mismatch_max"] <= 1e-4
+        if level == "exact":
+            assert row["mismatch_max"] == row["mismatch_kl"] == row["ratio_max"] == 0.0
