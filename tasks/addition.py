@@ -1,7 +1,7 @@
-"""addition: the sum of two single digits, after four examples.
+"""addition: the sum of two single digits, after three examples.
 
 The reward is 1 when the whole answer is the sum (outer white space and one full stop do not matter), else 0. Of the 100
-problems, the four examples are left out and a fifth of the rest is held out.
+problems, the three examples are left out and a fifth of the rest is held out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ DEFAULTS = {
     "model": "smollm2-135m", "steps": 60, "batch_size": 16, "group_size": 8, "lr": 3e-4, "max_tokens": 8,
     "eval_every": 20, "eval_tasks": 64, "save_every": 20,
 }  # fmt: skip
-EXAMPLES = ((2, 3), (7, 1), (4, 8), (9, 6))
+EXAMPLES = ((2, 3), (5, 1), (4, 4))
 
 
 def question(a: int, b: int) -> str:
-    return f"{a} + {b} ="
+    return f"{a} + {b}"
 
 
 @rollout

@@ -1,7 +1,7 @@
-"""guess_number: find a hidden number among seven with the hints "higher" and "lower". One conversation of 1 to 6 turns.
+"""guess_number: find a hidden number among seven with the hints "higher" and "lower". One conversation, up to 4 turns.
 
 The reward is half for obeying the hints (the share of guesses that they allowed) and half for finding the number: all
-of it within the 3 guesses that halving needs, 0.1 less for each guess after. A reply without a number is a guess that
+of it within the 3 guesses that halving needs, 0.1 less for the fourth and last. A reply without a number is a guess that
 no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the ranges is held out.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from minirllm import AgentConfig, Config, Episode, EvalOutput, Signal, Task, evaluator, rollout
 from minirllm.client import chat
 
-SIZE, ENOUGH, GUESSES = 7, 3, 6  # numbers to choose from, guesses that halving needs, guesses allowed
+SIZE, ENOUGH, GUESSES = 7, 3, 4  # numbers to choose from, guesses that halving needs, guesses allowed
 DEFAULTS = {
-    "model": "smollm2-135m", "steps": 40, "batch_size": 8, "group_size": 8, "lr": 3e-4, "max_tokens": 6,
+    "model": "smollm2-135m", "steps": 40, "batch_size": 8, "group_size": 8, "lr": 3e-4, "max_tokens": 4,
     "eval_every": 20, "eval_tasks": 64, "save_every": 20,
 }  # fmt: skip
 EXAMPLE = [

@@ -105,7 +105,7 @@ async def test_every_agent_talks_to_the_endpoint(task: TaskModule, rows: str) ->
         await server.close()
     assert (result.graded, result.errors, result.ungraded) == (2, {}, {})
     turns = {episode.metrics["turns"] for episode in result.episodes}
-    assert turns == ({6.0} if task.name == "guess_number" else {1.0})
+    assert turns == ({4.0} if task.name == "guess_number" else {1.0})
     assert all(episode.metrics["extended"] == episode.metrics["turns"] - 1 for episode in result.episodes)
 
 
