@@ -20,7 +20,12 @@ def logprobs(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tens
 
 def rows(temperatures: list[float], seeds: list[int], index: int = 0, special: list | None = None) -> Rows:
     n = len(temperatures)
-    return Rows(np.array(temperatures, np.float32), np.array([key(s) for s in seeds], np.uint64), np.full(n, index), special or [])
+    return Rows(
+        np.array(temperatures, np.float32),
+        np.array([key(s) for s in seeds], np.uint64),
+        np.full(n, index),
+        special or [],
+    )
 
 
 def probs(*values: float) -> torch.Tensor:
@@ -55,7 +60,10 @@ def test_inverse_cdf_by_hand(u: float, token: int) -> None:
 def test_inverse_cdf_across_blocks_never_picks_probability_zero() -> None:
     logprob_V = torch.full((1000,), float("-inf"))
     logprob_V[[255, 256, 700]] = math.log(1 / 3)
-    got = [int(invert_cdf(logprob_V[None], torch.tensor([u], dtype=torch.float64))) for u in (0, 0.33, 0.34, 0.66, 0.67, 1 - 2**-53)]
+    got = [
+        int(invert_cdf(logprob_V[None], torch.tensor([u], dtype=torch.float64)))
+        for u in (0, 0.33, 0.34, 0.66, 0.67, 1 - 2**-53)
+    ]
     assert got == [255, 255, 256, 256, 700, 700]
 
 
@@ -130,7 +138,11 @@ def test_a_row_alone_equals_the_row_among_others(vocabulary: int) -> None:
     n = 33
     logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
     temperatures, seeds = [(0.0, 0.7, 1.0, 1.3)[i % 4] for i in range(n)], list(range(n))
-    asks = [SamplingParams(top_k=20, top_p=0.9, top_logprobs=3), SamplingParams(frequency_penalty=1.0), SamplingParams(min_p=0.02)]
+    asks = [
+        SamplingParams(top_k=20, top_p=0.9, top_logprobs=3),
+        SamplingParams(frequency_penalty=1.0),
+        SamplingParams(min_p=0.02),
+    ]
     special = [(i, asks[i % 3], [1, 2]) for i in range(n) if i % 5 == 1]
     together = sample(logits.clone(), rows(temperatures, seeds, 7, special), logprobs)
     for width in (1, 2, 7):

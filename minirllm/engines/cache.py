@@ -13,11 +13,12 @@ first to the last row's, L keys, n tokens of a chunk.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import numpy as np
 import torch
 
 from minirllm import attention
@@ -80,10 +81,15 @@ class SlotCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that cost no memory before they are written, where the operating system maps them lazily (CPU)."""
-    if device.type != "cpu":
+    """Zeros. On the CPU a page of them costs memory only once it is written: most of a slot never is. Huge pages would
+    undo that, since each slot touches a little of every one; numpy and torch ask for them."""
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class Decode:

@@ -312,6 +312,7 @@ class HFEngine:
         policy, device, shapes = self.policy, self.policy.device, Shapes()
         position_T = torch.arange(4, device=device)
         hidden_TE = policy.hidden(position_T, position_T, shapes)
+        assert shapes.layers, f"the model was not loaded with attn_implementation={attention.IMPLEMENTATION!r}"
         whole = -self.max_context % self.config.prefill_chunk if self.fixed else 0  # the last chunk is padded, too
         capacity = self.max_context + whole + -(self.max_context + whole) % attention.TILE
         slots = self.config.slots or CPU_SLOTS
