@@ -1,7 +1,7 @@
 """guess_number: find a hidden number among seven with the hints "higher" and "lower". One conversation, up to 4 turns.
 
 The reward is half for obeying the hints (the share of guesses that they allowed) and half for finding the number: all
-of it within the 3 guesses that halving needs, 0.1 less for the fourth and last. A reply without a number is a guess that
+of it within the 3 guesses that halving needs, 0.1 less for the fourth. A reply without a number is a guess that
 no hint allows. So babble scores near 0, sensible guesses well above 0.5, halving 1. A fifth of the ranges is held out.
 """
 
