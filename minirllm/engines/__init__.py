@@ -39,7 +39,7 @@ class Engine(Protocol):
         """
 
     def weights_changed(self) -> None:
-        """The weights were updated in place: drop every cached prefix. Called between generations, on the event loop."""
+        """The weights were updated in place: drop every cached prefix. Called between generations, on the loop."""
 
 
 ENGINES: dict[str, str] = {
