@@ -6,6 +6,7 @@ Owns: the order in which they start and end, and the manifest facts about them. 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from minirllm.errors import CheckpointError, ConfigError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
-from minirllm.session import Session, Sessions
+from minirllm.session import Sessions
 
 
 @dataclass
@@ -56,15 +57,16 @@ async def serving(
         raise ConfigError("device = cuda, but this torch sees no CUDA device; use device = cpu or auto.")
     loaded, policy, engine, renderer = await asyncio.to_thread(_load, config, device, weights, say)
     model_id = loaded.name.rstrip("/").rpartition("/")[2]
-    settings: dict[str, Any] = {"default_max_tokens": config.max_tokens, "default_temperature": config.eval_temperature}
-    sessions = Sessions(engine, renderer, model_id, max_calls=config.max_calls, **settings)
-
-    def outside() -> Session:  # one for each call: a shared one would remember everybody's tokens for ever
-        return Session("open", open_key or "", engine, renderer, model_id, **settings)
-
-    server = Server(
-        build_app(sessions, model=model_id, serve_session=outside if open_key else None, admin_key=open_key or "")
+    sessions = Sessions(
+        engine,
+        renderer,
+        model_id,
+        default_max_tokens=config.max_tokens,
+        default_temperature=config.eval_temperature,
+        max_calls=config.max_calls,
     )
+    shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
+    server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=open_key or ""))
     try:
         await engine.start()
         facts = {

@@ -1,0 +1,65 @@
+"""Serving outside any session, weights of a checkpoint, engines by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from minirllm.config import Config
+from minirllm.errors import CheckpointError, ConfigError, UserError
+from minirllm.stack import engine_class, serving
+
+TINY = Config(model="tiny", max_tokens=12, slots=4)
+
+
+async def ask(base_url: str, key: str, **fields: object) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        return await client.post(
+            f"{base_url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        )
+
+
+async def test_open_serving_samples_anew_unless_a_seed_is_given() -> None:
+    async with serving(TINY, open_key="sk-open") as stack:
+        answers = [(await ask(stack.base_url, "sk-open")).json()["choices"][0]["message"]["content"] for _ in range(3)]
+        assert len(set(answers)) == 3
+        seeded = [
+            (await ask(stack.base_url, "sk-open", seed=7)).json()["choices"][0]["message"]["content"] for _ in range(3)
+        ]
+        assert len(set(seeded)) == 1
+        assert (await ask(stack.base_url, "wrong")).status_code == 401
+        assert list(stack.sessions) == []
+
+
+async def test_without_a_key_nothing_is_served_outside_sessions() -> None:
+    async with serving(TINY) as stack:
+        assert (await ask(stack.base_url, "any")).status_code == 404
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{stack.base_url}/admin/sessions")).status_code in (401, 404)
+
+
+async def test_a_taken_port_and_a_missing_checkpoint_are_sentences(tmp_path: Path) -> None:
+    async with serving(TINY) as stack:
+        port = int(stack.base_url.rpartition(":")[2])
+        with pytest.raises(UserError, match=str(port)):
+            async with serving(TINY, address=("127.0.0.1", port)):
+                pass
+    with pytest.raises(CheckpointError, match="MANIFEST"):
+        async with serving(TINY, weights=tmp_path):
+            pass
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        async with serving(TINY, weights=tmp_path):
+            pass
+
+
+def test_engines_by_name() -> None:
+    assert engine_class("hf").__name__ == "HFEngine"
+    assert engine_class("minirllm.engines.hf:HFEngine") is engine_class("hf")
+    with pytest.raises(ConfigError, match="did you mean hf"):
+        engine_class("hff")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        engine_class("minirllm.engines.hf:Nothing")
