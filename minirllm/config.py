@@ -34,6 +34,7 @@ class Config:
     history: Literal["keep", "rerender"] = option(
         "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
     )
+    date: str = option("", "the date, YYYY-MM-DD, that some chat templates print (default: the day the run began)")
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks per step", 1)

@@ -6,6 +6,7 @@ Owns: the order in which they start and end, and the manifest facts about them. 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import importlib
 from collections.abc import AsyncIterator, Callable
@@ -78,6 +79,7 @@ async def serving(
             "threads": policy.threads,
             "device": str(policy.device),
             "tool_syntax": renderer.tool_syntax,
+            "template_notes": list(renderer.notes),
         }
         yield Stack(policy, engine, renderer, sessions, await server.start(*address), facts)
     finally:
@@ -94,7 +96,11 @@ def _load(
     policy = Policy(loaded.model, loaded.tokenizer, config)
     if weights is not None:
         policy.load_weights(_checkpoint(weights))
-    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids))
+    try:
+        today = datetime.date.fromisoformat(config.date) if config.date else None
+    except ValueError:
+        raise ConfigError(f"date must be like 2026-01-31, got {config.date!r}.") from None
+    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids), today=today)
     policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
     return loaded, policy, engine_class(config.engine)(policy, config), renderer
 

@@ -10,10 +10,12 @@ forests and metrics; it knows no tensors and no HTTP.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import runpy
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from minirllm.types import Episode, Task
 
 async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train, writing ``runs_dir/run``; returns the last metrics row. Raises UserError for what the user can mend."""
+    config = replace(config, date=config.date or datetime.date.today().isoformat())
     algorithm = algorithms.create(config.algorithm)
     algorithm.validate(config)
     tasks, held_out = task.train(config), task.held_out(config)[: config.eval_tasks] if config.eval_tasks else []
@@ -75,7 +78,7 @@ class _Run:
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
-            last = step == config.steps
+            digest, last = await self.stack.policy.run(self.stack.policy.weights_sha256), step == config.steps
             row = {
                 "step": step,
                 **learned.metrics,
@@ -83,7 +86,7 @@ class _Run:
                 "tokens_generated": sum(e.metrics.get("response_tokens", 0.0) for e in episodes),
                 "seconds_generate": generated - began,
                 "weight_version": self.stack.policy.version,
-                "weights_sha256": await self.stack.policy.run(self.stack.policy.weights_sha256),
+                "weights_sha256": digest,
             }
             if held_out and (last or (config.eval_every and step % config.eval_every == 0)):
                 row |= await self.evaluate(held_out, step)
