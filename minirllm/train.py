@@ -62,7 +62,8 @@ class _Run:
 
     async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
         """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number."""
-        config, row = self.config, {}
+        config = self.config
+        row: dict[str, Any] = {}
         done = await self.restore() if resume else 0
         if done == 0 and held_out:
             row = {"step": 0, **await self.evaluate(held_out, 0)}
