@@ -11,7 +11,13 @@ FORESTS = {
     "chain": [[(0, 5)]],
     "one token": [[(0, 1)]],
     "siblings": [[(0, 20)], [(0, 20), (20, 27)], [(0, 20), (27, 28)], [(0, 20), (28, 41)]],
-    "two trees, three levels": [[(0, 3)], [(0, 3), (3, 7)], [(0, 3), (3, 7), (7, 9)], [(0, 3), (3, 7), (9, 15)], [(15, 22)]],
+    "two trees, three levels": [
+        [(0, 3)],
+        [(0, 3), (3, 7)],
+        [(0, 3), (3, 7), (7, 9)],
+        [(0, 3), (3, 7), (9, 15)],
+        [(15, 22)],
+    ],
     "several blocks and tiles": [[(0, 600)], [(0, 600), (600, 903)], [(0, 600), (903, 911)]],
     "whole tiles": [[(0, 512)], [(512, 768)]],
 }
@@ -85,7 +91,9 @@ def test_a_branch_gets_the_same_bits_as_the_lone_sequence():
 def test_nothing_of_the_scores_is_kept_for_backward():
     q, k, v = inputs(600)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         ForestLayout([[(0, 600)]]).attend(0, q, k, v, SCALING, None)
     assert max(kept) <= H * 600 * D
 
@@ -93,5 +101,12 @@ def test_nothing_of_the_scores_is_kept_for_backward():
 def test_blocks_cover_the_queries_and_reach_their_own_keys():
     blocks = list(attention._blocks(300, 700, 3, None, torch.device("cpu")))
     assert [(start, end) for start, end, _ in blocks] == [(0, 256), (256, 300)]
-    assert [visible.shape for _, _, visible in blocks] == [(768, 768), (132, 768)]
-    assert blocks[0][2].sum(1)[:256].tolist() == list(range(401, 657))
+    assert [mask.shape for _, _, mask in blocks] == [(768, 768), (132, 768)]
+    assert (blocks[0][2] == 0).sum(1)[:256].tolist() == list(range(401, 657))
+
+
+def test_a_boolean_and_its_additive_mask_are_the_same():
+    q, k, v = (torch.randn(2, rows, D, generator=torch.Generator().manual_seed(rows)) for rows in (8, 256, 256))
+    visible = torch.rand(8, 256, generator=torch.Generator().manual_seed(5)) < 0.5
+    additive = attention.additive(visible)
+    assert torch.equal(attention.tiled(q, k, v, visible, SCALING), attention.tiled(q, k, v, additive, SCALING))
