@@ -33,15 +33,8 @@ class AgentTrainer:
         """
         chosen = config if isinstance(config, Config) else from_mapping(config or {})
         self.config = chosen if val_dataset else replace(chosen, eval_tasks=0)
-        agent = flow.rollout(agent_flow)
-        self.task = flow.TaskModule(
-            agent.name, agent, flow.evaluator(evaluator), _maker(train_dataset), _maker(val_dataset)
-        )
+        self.task = flow.task_of(agent_flow, evaluator, train_dataset, val_dataset)
 
     def train(self, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
         """Blocks until the run is done; returns its last metrics row. Raises UserError for what the user can mend."""
         return train.run(self.task, self.config, resume=resume, quiet=quiet)
-
-
-def _maker(dataset: Dataset) -> Callable[[Config], Iterable[Task]]:
-    return dataset if callable(dataset) else lambda config: dataset

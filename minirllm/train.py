@@ -38,7 +38,8 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
     config = replace(config, date=config.date or datetime.date.today().isoformat())
     algorithm = algorithms.create(config.algorithm)
     algorithm.validate(config)
-    tasks, held_out = task.train(config), task.held_out(config)[: config.eval_tasks] if config.eval_tasks else []
+    tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network
+    held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
     with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
         async with serving(config, say=log.say) as stack:
