@@ -18,7 +18,7 @@ Legend: T tokens, H query heads, K key/value heads, G = H / K, D head size, L ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,19 +78,26 @@ def attend_span(
 ) -> torch.Tensor:
     """n consecutive queries over the L keys of their path, the last n of which are theirs. Returns ``[n, H, D]``."""
     (H, n, _), (K, L, _) = q_HnD.shape, k_KLD.shape
-    k_KLD, v_KLD = _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)])
-    out = []
-    for start, end, mask_RL in _blocks(n, L, H // K, window, q_HnD.device):
+    blocks = _blocks(n, L, H // K, window, q_HnD.device)
+    return _attend(q_HnD, _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)]), blocks, scaling)
+
+
+def _attend(
+    q_HnD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, blocks: Iterable[Block], scaling: float
+) -> torch.Tensor:
+    H, K, out = len(q_HnD), len(k_KLD), []
+    for start, end, mask_RL in blocks:
         keys = slice(0, mask_RL.shape[1])
         out_KRD = tiled(_rows(q_HnD[:, start:end], K), k_KLD[:, keys], v_KLD[:, keys], mask_RL, scaling)
         out.append(_heads(out_KRD, H, end - start).transpose(0, 1))
     return torch.cat(out)
 
 
-def _blocks(
-    n: int, L: int, G: int, window: int | None, device: torch.device
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """n queries in blocks: (first, end, the additive mask of the block, ``[R, whole tiles that it reaches into]``).
+Block = tuple[int, int, torch.Tensor]  # first query, end, additive mask [R, whole tiles that the block reaches into]
+
+
+def _blocks(n: int, L: int, G: int, window: int | None, device: torch.device) -> Iterator[Block]:
+    """The last n of L tokens as queries, in blocks.
 
     A block bounds the scores alive at once, and leaves out the tiles of its future, which would add exact zeros.
     """
@@ -133,6 +140,14 @@ class ForestLayout:
 
     def __init__(self, paths: Sequence[Sequence[tuple[int, int]]]):
         self.paths = paths
+        self._blocks: dict[tuple[int, int, int, int | None], list[Block]] = {}
+
+    def blocks(self, path: Sequence[tuple[int, int]], G: int, window: int | None, device: torch.device) -> list[Block]:
+        """Those of the last node of `path`; made once for all layers, both passes and nodes of one shape."""
+        (start, end), L = path[-1], sum(end - start for start, end in path)
+        if (end - start, L, G, window) not in self._blocks:
+            self._blocks[end - start, L, G, window] = list(_blocks(end - start, L, G, window, device))
+        return self._blocks[end - start, L, G, window]
 
     def attend(
         self,
@@ -143,7 +158,7 @@ class ForestLayout:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        return _Forest.apply(q_HTD, k_KTD, v_KTD, self.paths, scaling, window)
+        return _Forest.apply(q_HTD, k_KTD, v_KTD, self, scaling, window)
 
 
 class _Forest(torch.autograd.Function):
@@ -155,29 +170,34 @@ class _Forest(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, paths: Any, scaling: float, window: Any
-    ) -> Any:
+        ctx: Any,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        layout: ForestLayout,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(q_HTD, k_KTD, v_KTD)
-        ctx.rest = paths, scaling, window
-        out_THD = q_HTD.new_empty(q_HTD.shape[1], len(q_HTD), q_HTD.shape[2])
-        for path in paths:
-            start, end = path[-1]
-            k_KLD, v_KLD = (torch.cat([x_KTD[:, a:b] for a, b in path], 1) for x_KTD in (k_KTD, v_KTD))
-            out_THD[start:end] = attend_span(q_HTD[:, start:end], k_KLD, v_KLD, scaling, window)
+        ctx.rest = layout, scaling, window
+        out_THD = q_HTD.new_empty(q_HTD.shape[1], len(q_HTD), v_KTD.shape[2])
+        for path in layout.paths:
+            node, blocks = slice(*path[-1]), layout.blocks(path, len(q_HTD) // len(k_KTD), window, q_HTD.device)
+            k_KLD, v_KLD = _whole_tiles(k_KTD, path), _whole_tiles(v_KTD, path)
+            out_THD[node] = _attend(q_HTD[:, node], k_KLD, v_KLD, blocks, scaling)
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (q_HTD, k_KTD, v_KTD), (paths, scaling, window) = ctx.saved_tensors, ctx.rest
+        (q_HTD, k_KTD, v_KTD), (layout, scaling, window) = ctx.saved_tensors, ctx.rest
         dout_HTD = gradients[0].transpose(0, 1)
         dq_HTD, dk_KTD, dv_KTD = torch.empty_like(q_HTD), torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
         H, K = len(q_HTD), len(k_KTD)
-        for path in paths:
-            first, last = path[-1]
-            L = sum(end - start for start, end in path)
+        for path in layout.paths:
+            first = path[-1][0]
             k_KLD, v_KLD = _whole_tiles(k_KTD, path), _whole_tiles(v_KTD, path)
             dk_KLD, dv_KLD = torch.zeros_like(k_KLD), torch.zeros_like(v_KLD)
-            for start, end, mask_RL in _blocks(last - first, L, H // K, window, q_HTD.device):
+            for start, end, mask_RL in layout.blocks(path, H // K, window, q_HTD.device):
                 keys, at = slice(0, mask_RL.shape[1]), slice(first + start, first + end)
                 q_KRD, dout_KRD = _rows(q_HTD[:, at], K), _rows(dout_HTD[:, at], K)
                 weights_KRL = weigh(q_KRD, k_KLD[:, keys], mask_RL, scaling)
