@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from minirllm import models, tiny
+from minirllm import models
+from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message, ToolCall
 

@@ -64,8 +64,8 @@ def _importable(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[object, object]:
-    """(model, tokenizer) of `minirllm.tiny`, shared: a test that changes the weights builds its own."""
-    from minirllm import tiny
+    """(model, tokenizer) of `minirllm.models.tiny`, shared: a test that changes the weights builds its own."""
+    from minirllm.models import tiny
 
     return tiny.build()
 

@@ -12,10 +12,10 @@ from urllib.parse import quote, urlsplit
 import httpx
 import openai
 
+from minirllm.models.tiny import build_tokenizer
 from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
 from minirllm.session import Session, Sessions
-from minirllm.tiny import build_tokenizer
 from minirllm.types import Completion, SampledToken, SamplingParams
 
 KEY, ADMIN = "secret", "admin-secret"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from minirllm import tiny
+from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.session import Session
 from minirllm.types import Completion, Message, ModelReply, ModelRequest, SampledToken, SamplingParams, StopCheck

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "minirllm"
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
     "attention errors machine types",
-    "client config conversation dialects embedded exactness head tiny tool_syntax tree",
+    "client config conversation dialects exactness head tool_syntax tree",
     "algorithms flow models policy store template trackers",
     "batch checkpoint engines log renderer rewards",
     "inflight show trainer",
@@ -38,15 +38,15 @@ ROWS = [
 OUTSIDE = {
     "click": "cli",
     "datasets": "",  # tasks only
-    "gguf": "embedded",
+    "gguf": "models",
     "huggingface_hub": "models",
     "math_verify": "rewards",
     "peft": "policy",
     "rich": "log show",
     "starlette": "server",
     "sympy": "rewards",
-    "torch": "algorithms attention checkpoint embedded engines exactness head models policy stack tiny trainer",
-    "transformers": "attention embedded models policy tiny",
+    "torch": "algorithms attention checkpoint engines exactness head models policy stack trainer",
+    "transformers": "attention models policy",
     "uvicorn": "server",
 }
 

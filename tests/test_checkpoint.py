@@ -10,11 +10,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minirllm import checkpoint, tiny
+from minirllm import checkpoint
 from minirllm.algorithms import create
 from minirllm.batch import build
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, ModelError
+from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minirllm import tiny
+from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.tree import merge
 from minirllm.types import Message, ModelRequest, SamplingParams

@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
-from minirllm import attention, tiny, tree
+from minirllm import attention, tree
 from minirllm.config import Config
 from minirllm.engines.hf import HFEngine
 from minirllm.errors import ContextOverflow, EngineError, ModelError
+from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.types import Completion, SampledToken, SamplingParams
 

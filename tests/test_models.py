@@ -18,9 +18,10 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from minirllm import embedded, models, tiny
-from minirllm.attention import IMPLEMENTATION
+from minirllm import models
+from minirllm.attention import IMPLEMENTATION, ForestLayout
 from minirllm.errors import ModelError
+from minirllm.models import embedded, tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # the file that transformers' own GGUF loader and save_pretrained arrive at
@@ -66,7 +67,7 @@ def test_smollm2_speaks(smollm2: models.LoadedModel) -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     T = ids.shape[1]
     with torch.no_grad():
-        layout = models.ForestLayout([[(0, T)]])
+        layout = ForestLayout([[(0, T)]])
         logits = model(
             ids,
             position_ids=torch.arange(T)[None],

@@ -23,9 +23,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from minirllm import attention, tiny, tree
+from minirllm import attention, tree
 from minirllm.config import Config
 from minirllm.errors import ConfigError, ModelError
+from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.tree import TokenTree
 from minirllm.types import Completion

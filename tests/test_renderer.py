@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
-from minirllm import tiny
+from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
 from tests.chat_templates import ALL, FAITHFUL, STYLES, SYSTEM, TOOLS, USER, call, calling, renderer, tokenizer, turn

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from minirllm import tiny
 from minirllm.config import Config
 from minirllm.engines.hf import HFEngine
 from minirllm.engines.scripted import ScriptedEngine
 from minirllm.errors import ConfigError, ContextOverflow, EngineError
+from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.types import SampledToken, SamplingParams
 

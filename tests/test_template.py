@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from minirllm import tiny
 from minirllm.errors import ModelError, RequestError, UserError
+from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
 from tests.chat_templates import ALL, SYSTEM, TODAY, TOOLS, USER, call, calling, renderer, tokenizer, turn

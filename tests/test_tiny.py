@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirllm import tiny
 from minirllm.attention import IMPLEMENTATION, ForestLayout
+from minirllm.models import tiny
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TOKENIZER = tiny.build_tokenizer()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from minirllm import tiny
 from minirllm.algorithms import create
 from minirllm.attention import ForestLayout
 from minirllm.batch import build
 from minirllm.config import Config
+from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.trainer import Trainer, learning_rate
 from minirllm.tree import TokenTree
