@@ -1,7 +1,7 @@
 """Messages <-> tokens: rendering a conversation, continuing it behind sampled tokens, reading a sampled turn back.
 
 Owns: `Renderer`, `Stream`: everything about chat text that needs token ids: special tokens, splicing, stop strings.
-Does not know: engines, HTTP; how a template writes (template) and how calls are spelled (tool_syntax).
+Does not know: engines, HTTP; how a template writes (template) and how calls are spelled (syntaxes).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 from minirllm.errors import RequestError, UserError
+from minirllm.syntaxes import SYNTAXES
+from minirllm.syntaxes.calls import Tools, same_call
+from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
 from minirllm.template import ChatTemplate
-from minirllm.tool_syntax import SYNTAXES, THINK_CLOSE, THINK_OPEN, Tools, TurnReader, same_call
 from minirllm.types import Delta, Message, StopCheck
 
 _THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE})?$")
@@ -34,7 +36,7 @@ class Renderer:
     eos_ids: frozenset[int]  # the given ones, the tokenizer's, and the template's ends of an assistant turn
     hidden_ids: frozenset[int]  # special tokens that are no part of an answer's text
     template_hash: str  # sha256
-    tool_syntax: str  # key of `tool_syntax.SYNTAXES`
+    tool_syntax: str  # key of `syntaxes.SYNTAXES`
     native_tools: bool  # False: tools are described in the system prompt, because the template cannot
     date: str  # ISO date that the template writes, or ""
     notes: tuple[str, ...]  # what is done in the template's place, one sentence each; for the run's manifest

@@ -19,7 +19,9 @@ from typing import Any
 import jinja2
 
 from minirllm.errors import ModelError, RequestError
-from minirllm.tool_syntax import SYNTAXES, THINK_OPEN, Tools, ToolSyntax, TurnReader, parsed_arguments, same_call
+from minirllm.syntaxes import SYNTAXES
+from minirllm.syntaxes.calls import Tools, ToolSyntax, parsed_arguments, same_call
+from minirllm.syntaxes.reader import THINK_OPEN, TurnReader
 from minirllm.types import Message, ToolCall
 
 # What a template, which is code from elsewhere, can raise on a conversation that it does not like.

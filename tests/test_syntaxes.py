@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirllm.tool_syntax import SYNTAXES, TurnReader, parsed_arguments, read_json, same_call
+from minirllm.syntaxes import SYNTAXES
+from minirllm.syntaxes.calls import parsed_arguments, read_json, same_call
+from minirllm.syntaxes.reader import TurnReader
 from minirllm.types import Message, ToolCall
 
 TOOLS = [
