@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import re
 import sys
@@ -135,6 +136,18 @@ def nearest(name: str, names: list[str]) -> str:
     """`` (did you mean x?)`` when a name is close, else an empty string."""
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def find(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """What `name` stands for in the table of a family, or what lies at ``module:attr``. Raises ConfigError."""
+    module, colon, attribute = table.get(name, name).partition(":")
+    if not colon:
+        others = f"use {', '.join(table)}, or module:attr"
+        raise ConfigError(f"There is no {kind} {name!r}{nearest(name, list(table))}: {others}.")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The {kind} {name!r} cannot be imported: {error}.") from None
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
-import importlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from minirllm import checkpoint, models
-from minirllm.config import Config, nearest
+from minirllm.config import Config, find
 from minirllm.engines import ENGINES, Engine
 from minirllm.errors import CheckpointError, ConfigError
 from minirllm.policy import Policy
@@ -102,7 +101,7 @@ def _load(
         raise ConfigError(f"date must be like 2026-01-31, got {config.date!r}.") from None
     renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids), today=today)
     policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
-    return loaded, policy, engine_class(config.engine)(policy, config), renderer
+    return loaded, policy, find("engine", config.engine, ENGINES)(policy, config), renderer
 
 
 def serve(
@@ -127,17 +126,3 @@ def _checkpoint(folder: Path) -> Path:
     if path is None:
         raise CheckpointError(f"{folder} holds no whole checkpoint{': ' + ' '.join(skipped) if skipped else ' yet'}.")
     return path
-
-
-def engine_class(name: str) -> Callable[[Policy, Config], Engine]:
-    """The engine of that name in `ENGINES`, or ``module:attr``. Raises ConfigError."""
-    module, colon, attribute = ENGINES.get(name, name).partition(":")
-    if not colon:
-        raise ConfigError(
-            f"There is no engine {name!r}{nearest(name, list(ENGINES))}: use {', '.join(ENGINES)}, or module:attr."
-        )
-    try:
-        found: Callable[[Policy, Config], Engine] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Engine {name!r} cannot be imported: {error}.") from None
-    return found

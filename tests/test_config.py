@@ -1,7 +1,10 @@
 """config.py: bounds, types, precedence, round trip, and messages that name the thing."""
 
 import dataclasses
+import importlib.util
+import re
 import tomllib
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirllm import config as c
+from minirllm.engines import ENGINES
 from minirllm.errors import ConfigError
+from minirllm.trackers import TRACKERS
 
 
 def test_defaults_are_within_their_own_bounds_and_documented():
@@ -140,3 +145,22 @@ def test_run_folder_is_named_after_task_model_and_seed():
 def test_run_must_be_a_name(name):
     with pytest.raises(ConfigError, match="run is a name, not a path"):
         c.Config(run=name).run_folder("t")
+
+
+def test_a_family_member_is_found_by_name_or_address():
+    table = {"whole": "fractions:Fraction"}
+    assert c.find("number", "whole", table) is c.find("number", "fractions:Fraction", table) is Fraction
+    for name, sentence in {
+        "whol": "There is no number 'whol' (did you mean whole?): use whole, or module:attr.",
+        "no_such_module:x": "The number 'no_such_module:x' cannot be imported: No module named 'no_such_module'.",
+        "fractions:Fractoin": "The number 'fractions:Fractoin' cannot be imported: ",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            c.find("number", name, table)
+
+
+@pytest.mark.parametrize(("kind", "table"), [("engine", ENGINES), ("tracker", TRACKERS)])
+def test_the_tables_of_families_name_what_exists(kind, table):
+    for name, address in table.items():
+        if kind == "engine" or importlib.util.find_spec(name) is not None:
+            assert c.find(kind, name, table).__name__ == address.partition(":")[2]

@@ -1,4 +1,4 @@
-"""log.py and trackers.py: what a run folder holds, what the console says, and who may write."""
+"""log.py and trackers: what a run folder holds, what the console says, and who may write."""
 
 import asyncio
 import fcntl
@@ -247,7 +247,7 @@ with RunLog(Path({str(tmp_path / "r")!r}), Config()):
 
 
 def test_a_failed_start_releases_the_folder(tmp_path):
-    with pytest.raises(ConfigError, match="Unknown tracker"):
+    with pytest.raises(ConfigError, match="There is no tracker"):
         RunLog(tmp_path / "r", Config(trackers="tensorbord"), console=console())
     with (tmp_path / "r" / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -331,9 +331,9 @@ def test_a_tracker_gets_the_finite_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("wanb", r"Unknown tracker 'wanb' \(did you mean wandb\?\): take tensorboard, wandb, trackio or module:attr\."),
-        ("no_such_module:x", "Tracker 'no_such_module:x' cannot be imported: No module named 'no_such_module'"),
-        ("json:x", "Tracker 'json:x' cannot be imported: .* has no attribute 'x'"),
+        ("wanb", r"no tracker 'wanb' \(did you mean wandb\?\): use tensorboard, wandb, trackio, or module:attr\."),
+        ("no_such_module:x", "The tracker 'no_such_module:x' cannot be imported: No module named 'no_such_module'"),
+        ("json:x", "The tracker 'json:x' cannot be imported: .* has no attribute 'x'"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_named(tmp_path, name, sentence):

@@ -9,7 +9,7 @@ import pytest
 
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, ConfigError, UserError
-from minirllm.stack import engine_class, serving
+from minirllm.stack import serving
 
 TINY = Config(model="tiny", max_tokens=12, slots=4)
 
@@ -54,12 +54,3 @@ async def test_a_taken_port_and_a_missing_checkpoint_are_sentences(tmp_path: Pat
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         async with serving(TINY, weights=tmp_path):
             pass
-
-
-def test_engines_by_name() -> None:
-    assert engine_class("hf").__name__ == "HFEngine"
-    assert engine_class("minirllm.engines.hf:HFEngine") is engine_class("hf")
-    with pytest.raises(ConfigError, match="did you mean hf"):
-        engine_class("hff")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        engine_class("minirllm.engines.hf:Nothing")
