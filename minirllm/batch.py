@@ -3,12 +3,13 @@
 Owns: grouping, which groups are skipped and why, loss aggregation, the ledger check, packing. Does not know: the model,
 gradients, how tokens were sampled.
 
-The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. A group whose
-advantages are all zero teaches nothing: it is counted, takes no compute, and does not enter the totals that weights are
-divided by (with ``kl_beta > 0`` it stays, since its tokens still carry the KL gradient). ``loss_aggregation`` is
+The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. A group
+whose advantages are all zero teaches nothing: it is counted, takes no compute, and does not enter the totals that
+weights are divided by (with ``kl_beta > 0`` it stays: its tokens still carry the KL gradient). By ``loss_aggregation``
+the weight of a token is
 
 - ``token``: 1 / trained tokens of the batch. Every token weighs the same.
-- ``sequence``: 1 / trajectories, times 1 / trained tokens of the trajectory over all its branches. Every trajectory weighs the same.
+- ``sequence``: 1 / (trajectories * trained tokens of its trajectory, all branches). Trajectories weigh the same.
 - ``constant``: 1 / (trajectories * max_tokens). A token weighs the same in every batch.
 
 Legend: T tokens of a forest, G trajectories of a group.
@@ -32,7 +33,7 @@ from minirllm.types import Episode, Trajectory
 
 @dataclass
 class Batch:
-    """What one update learns from: `forests` are the micro-batches, in order; `metrics` says what was used and what not, and why."""
+    """What one update learns from: `forests` are the micro-batches; `metrics` says what was used, what not, and why."""
 
     forests: list[Forest] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Batch:
 
 @dataclass
 class _Member:
-    """One trajectory in its group. `calls` are the call ids it is trained on, `tokens` how many tokens those sampled."""
+    """One trajectory in its group. `calls` are the call ids it is trained on, `tokens` how many those sampled."""
 
     episode: Episode
     trajectory: Trajectory
@@ -55,8 +56,8 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     """The batch of one step, a function of the episodes' contents: rollouts of a task may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
-    Episodes without a reward are counted and left out. `version` is the policy's: LedgerError when a token was sampled by
-    other weights or has no finite logprob.
+    Episodes without a reward are counted and left out. `version` is the policy's: LedgerError when a token was sampled
+    by other weights or has no finite logprob.
     """
     tasks = {episode.task_id: place for place, episode in reversed(list(enumerate(episodes)))}
     episodes = sorted(episodes, key=lambda episode: (tasks[episode.task_id], episode.rollout_idx))
@@ -66,7 +67,12 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
         if episode.reward is not None:
             for member in _members(episode):
                 groups.setdefault((episode.task_id, member.trajectory.name), []).append(member)
-    kept = [member for group in _learnable(list(groups.values()), config, algorithm, metrics) for member in group if member.tokens]
+    kept = [
+        member
+        for group in _learnable(list(groups.values()), config, algorithm, metrics)
+        for member in group
+        if member.tokens
+    ]
     _weigh(kept, config)
     by_task: dict[str, list[_Member]] = {}
     for member in kept:
@@ -83,7 +89,8 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
         "trained_tokens": float(trained),
         "context_tokens": float(total - trained),
         "tokens": float(total),
-        "prefix_saving": sum(map(_unfolded, forests)) / max(1, total),  # tokens of one path at a time, over tokens computed
+        "prefix_saving": sum(map(_unfolded, forests))
+        / max(1, total),  # tokens of one path at a time, over tokens computed
     }
     return Batch(micro_batches, metrics)
 
@@ -104,8 +111,10 @@ def _members(episode: Episode) -> list[_Member]:
     return members
 
 
-def _learnable(groups: list[list[_Member]], config: Config, algorithm: Algorithm, metrics: dict[str, float]) -> list[list[_Member]]:
-    """Sets every member's advantage; returns the groups that take part in the update and counts the others by why not."""
+def _learnable(
+    groups: list[list[_Member]], config: Config, algorithm: Algorithm, metrics: dict[str, float]
+) -> list[list[_Member]]:
+    """Sets every member's advantage; returns the groups that take part in the update, counts the others by why not."""
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
     learnable = []
     for group in groups:
@@ -143,7 +152,7 @@ def _weigh(members: Sequence[_Member], config: Config) -> None:
 
 
 def _forests(members: Sequence[_Member], config: Config, version: int) -> list[Forest]:
-    """One task's trajectories as one forest, or as the fewest even shares of its rollouts that fit `micro_batch_tokens`.
+    """One task's trajectories as one forest, or as the fewest even shares of its rollouts that fit micro_batch_tokens.
 
     Each share repeats the prompt. A single rollout that does not fit stays whole.
     """
@@ -179,14 +188,18 @@ def _check(episode: Episode, trained: Spans, version: int) -> None:
         node = episode.tree.nodes[index]
         where = f"Episode {episode.id}, call {node.call_id}"
         if node.weight_version != version:
-            raise LedgerError(f"{where}: sampled by weights of version {node.weight_version}, but the policy is at version {version}.")
+            raise LedgerError(
+                f"{where}: sampled by weights of version {node.weight_version}, but the policy is at version {version}."
+            )
         logprobs = np.array(node.logprobs, np.float64)
         if len(logprobs) != len(node.tokens) or not np.isfinite(logprobs).all():
             bad = np.flatnonzero(~np.isfinite(logprobs))
             at = int(bad[0]) if len(bad) else min(len(logprobs), len(node.tokens))
             position = len(episode.tree.ids(node.parent)) + at
             value = logprobs[at] if at < len(logprobs) else "missing"
-            raise LedgerError(f"{where}, token at position {position}: its logprob is {value}, expected a finite number.")
+            raise LedgerError(
+                f"{where}, token at position {position}: its logprob is {value}, expected a finite number."
+            )
 
 
 def _unfolded(forest: Forest) -> int:

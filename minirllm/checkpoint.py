@@ -2,11 +2,11 @@
 
 Owns: the folder's files, atomic writing, checksums, which old ones go. Does not know: what a step does, when to save.
 
-``checkpoints/step_000010/`` holds the weights in their standard form (peft adapter, or transformers model and tokenizer),
-``optimizer.safetensors`` (AdamW's moments), ``state.json`` (trainer numbers and the caller's extra: run seed, data cursor,
-best metric) and, written last, ``MANIFEST.json`` with the SHA-256 of every other file. There is no generator state to
-keep: all randomness is drawn from (seed, position). The folder is written under another name, synced to the disk and
-renamed, so a kill at any moment leaves the previous one.
+``checkpoints/step_000010/`` holds the weights in their standard form (peft adapter, or transformers model and
+tokenizer), ``optimizer.safetensors`` (AdamW's moments), ``state.json`` (trainer numbers and the caller's extra: run
+seed, data cursor, best metric) and, written last, ``MANIFEST.json`` with the SHA-256 of every other file. There is no
+generator state to keep: all randomness is drawn from (seed, position). The folder is written under another name, synced
+to the disk and renamed, so a kill at any moment leaves the previous one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,18 @@ class Stateful(Protocol):
 
 
 def save(
-    folder: Path, step: int, policy: Policy, trainer: Stateful, extra: dict[str, Any], keep: int = 2, best_step: int | None = None
+    folder: Path,
+    step: int,
+    policy: Policy,
+    trainer: Stateful,
+    extra: dict[str, Any],
+    keep: int = 2,
+    best_step: int | None = None,
 ) -> Path:
     """Write the state after `step` steps into `folder`; then remove all but the newest `keep` and that of `best_step`.
 
-    Reads tensors and waits for the disk: call it through ``policy.run``. `extra` is any JSON value that `load` shall give
-    back. Raises CheckpointError when it cannot be written (a full disk, say): nothing of it is left behind, older
+    Reads tensors and waits for the disk: call it through ``policy.run``. `extra` is any JSON value that `load` shall
+    give back. Raises CheckpointError when it cannot be written (a full disk, say): nothing of it is left behind, older
     checkpoints are untouched, and training can go on.
     """
     final = folder / f"step_{step:06d}"
@@ -64,7 +70,7 @@ def save(
         last = newest(folder)[0]
         raise CheckpointError(
             f"Cannot save a checkpoint of step {step} in {folder}: {error}. "
-            f"The last whole one is {last.name if last else 'none'}; free some space, or point runs_dir elsewhere and --resume."
+            f"The last whole one is {last.name if last else 'none'}; free some space."
         ) from None
     _remove_partial(folder)
     steps = _steps(folder)  # any later than this one are torn ones that the run was not resumed from
@@ -96,7 +102,9 @@ def verify(path: Path) -> None:
             if not (path / name).is_file():
                 raise CheckpointError(f"Checkpoint {path} is not whole: {name} is missing.")
             if _sha256(path / name) != digest:
-                raise CheckpointError(f"Checkpoint {path} is not whole: the bytes of {name} have changed since it was written.")
+                raise CheckpointError(
+                    f"Checkpoint {path} is not whole: the bytes of {name} have changed since it was written."
+                )
     except FileNotFoundError:
         raise CheckpointError(f"Checkpoint {path} is not whole: it has no {MANIFEST}, which is written last.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -106,7 +114,7 @@ def verify(path: Path) -> None:
 
 
 def load(path: Path, policy: Policy, trainer: Stateful) -> dict[str, Any]:
-    """Put weights, moments, step and version back as they were; returns the `extra` of `save`. Call it through ``policy.run``.
+    """Put weights, moments, step and version back; returns the `extra` of `save`. Torch work: call by ``policy.run``.
 
     Raises CheckpointError when the checkpoint is not whole or belongs to other parameters, ModelError as
     `Policy.load_weights` does.
@@ -117,9 +125,13 @@ def load(path: Path, policy: Policy, trainer: Stateful) -> dict[str, Any]:
     try:
         trainer.load_state_dict(load_file(path / OPTIMIZER), state["trainer"])
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"Checkpoint {path} belongs to a model with other trainable parameters: {error}.") from None
+        raise CheckpointError(
+            f"Checkpoint {path} belongs to a model with other trainable parameters: {error}."
+        ) from None
     if policy.weights_sha256() != state["weights_sha256"]:
-        raise CheckpointError(f"Checkpoint {path} was saved with other trainable parameters: use the model and lora options it was trained with.")
+        raise CheckpointError(
+            f"Checkpoint {path} has other trainable parameters: use the model and lora options it was trained with."
+        )
     extra: dict[str, Any] = state["extra"]
     return extra
 

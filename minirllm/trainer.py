@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of the two running means
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The rate of update `step` (0 first): linear warm-up, then constant or a decay that would reach 0 right after the last step."""
+    """The rate of update `step` (0 first): linear warm-up, then constant, or a decay reaching 0 after the last step."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     left = max(1, config.steps - config.warmup_steps)
@@ -45,7 +45,7 @@ class Trainer:
     """Updates `policy` in place. `step` counts calls of `update`, skipped ones included; the schedule follows it."""
 
     def __init__(self, policy: Policy, config: Config, algorithm: Algorithm, dump_folder: Path | None = None):
-        """`dump_folder` receives the batch of a skipped step. Raises ConfigError when the algorithm refuses the options."""
+        """`dump_folder` receives the batch of a skipped step. ConfigError when the algorithm refuses the options."""
         algorithm.validate(config)
         self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
         self.step = 0
@@ -58,8 +58,8 @@ class Trainer:
     async def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on the whole batch; ``policy.version`` rises by one.
 
-        The version stays when the weights stay: nothing to learn from, or (``skipped`` = 1, `problem` says why) a loss or
-        gradient that is not finite. Metrics are means over trained tokens unless named otherwise.
+        The version stays when the weights stay: nothing to learn from, or (``skipped`` = 1, `problem` says why) a loss
+        or gradient that is not finite. Metrics are means over trained tokens unless named otherwise.
         """
         started, self.problem = time.perf_counter(), ""
         rate = learning_rate(self.step, self.config)
@@ -76,7 +76,12 @@ class Trainer:
             await asyncio.to_thread(dump, batch.forests, path)
             self.problem += f" The batch is in {path}."
         metrics = _means(sums)
-        metrics |= {"lr": rate, "grad_norm": grad_norm, "skipped": float(bool(self.problem)), "seconds_train": time.perf_counter() - started}
+        metrics |= {
+            "lr": rate,
+            "grad_norm": grad_norm,
+            "skipped": float(bool(self.problem)),
+            "seconds_train": time.perf_counter() - started,
+        }
         return metrics
 
     def _accumulate(self, forest: Forest) -> dict[str, float]:
@@ -91,7 +96,7 @@ class Trainer:
             logprob_T, entropy_T = self.policy.score(forest)
             logprob_N = logprob_T[at_N]
             loss_N, per_token = self.algorithm.loss(logprob_N, old_N, advantage_N, reference_N, self.config)
-            loss = (weight_N * loss_N).sum()
+            loss = (weight_N.double() * loss_N).sum()
             loss.backward()
         sums = {name: values_N.sum(dtype=torch.float64).item() for name, values_N in per_token.items()}
         difference_N = (logprob_N.detach() - old_N).double()  # of the token that was sampled: trainer minus sampler
@@ -100,7 +105,9 @@ class Trainer:
             "entropy": entropy_T[at_N].sum(dtype=torch.float64).item(),
             "mismatch_mean": difference_N.abs().sum().item(),
             "mismatch_max": difference_N.abs().max().item(),
-            "mismatch_kl": (difference_N.exp() - difference_N - 1).sum().item(),  # k3 estimate of KL(sampler || trainer)
+            "mismatch_kl": (difference_N.exp() - difference_N - 1)
+            .sum()
+            .item(),  # k3 estimate of KL(sampler || trainer)
             "ratio_max": (difference_N.exp() - 1).abs().max().item(),
             "tokens": float(len(at_N)),
         }
@@ -110,7 +117,9 @@ class Trainer:
         limit = self.config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.problem = f"Step {self.step} was skipped, its loss is {loss} and its gradient norm {norm}: the weights are unchanged."
+            self.problem = (
+                f"Step {self.step} was skipped: its loss is {loss}, its gradient norm {norm}. The weights stay."
+            )
             return norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -119,7 +128,7 @@ class Trainer:
         return norm
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """AdamW's moments by ``moment/parameter``, and the plain numbers. Together with the weights this is all there is."""
+        """AdamW's moments by ``moment/parameter``, and the plain numbers. With the weights, this is all there is."""
         tensors: dict[str, torch.Tensor] = {}
         steps = 0
         for name, parameter in self.parameters.items():
@@ -146,7 +155,10 @@ class Trainer:
 def dump(forests: Sequence[Forest], path: Path) -> None:
     """The forests as JSON: one object of plain lists each, for looking at what broke a step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{name: value.tolist() for name, value in vars(forest).items() if isinstance(value, np.ndarray)} for forest in forests]
+    rows = [
+        {name: value.tolist() for name, value in vars(forest).items() if isinstance(value, np.ndarray)}
+        for forest in forests
+    ]
     path.write_text(json.dumps(rows))
 
 

@@ -51,7 +51,7 @@ def test_clipped_surrogate_by_hand(name):
     advantage = [2.0, 1.0, 1.0, 1.0, -1.0, -1.0]
     loss, gradient, metrics = losses(name, np.log(ratio), [0.0] * 6, advantage, clip_low=0.2, clip_high=0.28)
     assert loss == pytest.approx([-2.0, -1.1, -1.28, -0.5, 1.5, 0.8])
-    # d(-rA)/d logprob = -rA where the ratio is free, 0 where it is clipped: a good token gone too far up, a bad one too far down
+    # d(-rA)/d logprob = -rA; 0 where clipped: a good token gone too far up, a bad one too far down
     assert gradient == pytest.approx([-2.0, -1.1, 0.0, -0.5, 1.5, 0.0])
     assert metrics["clip_fraction"] == [0, 0, 1, 0, 0, 1]
 
@@ -71,11 +71,15 @@ def test_reinforce_ignores_the_ratio():
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_kl_is_k3_and_pulls_to_the_reference(name):
-    loss, gradient, metrics = losses(name, [-1.0, -1.0, -1.0], [-1.0] * 3, [0.0] * 3, [-1.0 + math.log(2), -1.0, -1.0 - math.log(2)], kl_beta=0.5)
+    loss, gradient, metrics = losses(
+        name, [-1.0, -1.0, -1.0], [-1.0] * 3, [0.0] * 3, [-1.0 + math.log(2), -1.0, -1.0 - math.log(2)], kl_beta=0.5
+    )
     k3 = [2 - math.log(2) - 1, 0.0, 0.5 + math.log(2) - 1]
     assert metrics["kl_reference"] == pytest.approx(k3)
     assert loss == pytest.approx([0.5 * value for value in k3])
-    assert gradient == pytest.approx([0.5 * (1 - 2), 0.0, 0.5 * (1 - 0.5)])  # beta (1 - e^d): downhill is towards the reference
+    assert gradient == pytest.approx(
+        [0.5 * (1 - 2), 0.0, 0.5 * (1 - 0.5)]
+    )  # beta (1 - e^d): downhill is towards the reference
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
@@ -91,6 +95,11 @@ def test_reinforce_takes_a_group_of_one():
 
 def test_create_by_path_and_by_wrong_name():
     assert type(create("minirllm.algorithms.rloo:RLOO")) is type(create("rloo"))
-    for name, words in [("grop", "did you mean grpo"), ("no_such_module:X", "no_such_module"), ("math:nothing", "nothing"), ("math:pi", "validate")]:
+    for name, words in [
+        ("grop", "did you mean grpo"),
+        ("no_such_module:X", "no_such_module"),
+        ("math:nothing", "nothing"),
+        ("math:pi", "validate"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             create(name)

@@ -17,15 +17,23 @@ PROMPT = [1, 2, 3, 4]
 
 
 def episode(task, index, reward, answers=((7, 8),), prompt=None, names=None, version=0, **more):
-    """One rollout whose calls each continue the first prompt with one sampled answer; `names` gives each call's trajectory."""
+    """One rollout whose calls each answer the prompt; `names` gives each call's trajectory."""
     tree, trajectories = TokenTree(), {}
     for n, answer in enumerate(answers):
         call = f"{task}-{index}-{n}"
         node = tree.add(prompt or PROMPT, Completion(list(answer), [-0.5] * len(answer), "stop", version, 0.7), call)
         name = (names or ["default"] * len(answers))[n]
-        trajectories.setdefault(name, Trajectory(name)).steps.append(Step(id=call, node=node, finish_reason="stop", weight_version=version))
+        trajectories.setdefault(name, Trajectory(name)).steps.append(
+            Step(id=call, node=node, finish_reason="stop", weight_version=version)
+        )
     return Episode(
-        id=f"{task}:{index}", task_id=task, rollout_idx=index, reward=reward, tree=tree, trajectories=list(trajectories.values()), **more
+        id=f"{task}:{index}",
+        task_id=task,
+        rollout_idx=index,
+        reward=reward,
+        tree=tree,
+        trajectories=list(trajectories.values()),
+        **more,
     )
 
 
@@ -46,9 +54,20 @@ def test_a_group_shares_its_prompt_and_gets_its_advantages():
     assert forest.advantage_T.tolist() == [0] * 4 + [0.5, 0.5, -0.5]
     assert forest.temperature_T[4:] == pytest.approx([0.7] * 3)
     assert forest.weight_T == pytest.approx([0] * 4 + [1 / 3] * 3)
-    expected = {"trained_tokens": 3, "context_tokens": 4, "tokens": 7, "prefix_saving": 11 / 7, "micro_batches": 1, "trajectories": 2}
+    expected = {
+        "trained_tokens": 3,
+        "context_tokens": 4,
+        "tokens": 7,
+        "prefix_saving": 11 / 7,
+        "micro_batches": 1,
+        "trajectories": 2,
+    }
     assert {name: batch.metrics[name] for name in expected} == pytest.approx(expected)
-    assert (batch.metrics["reward_mean"], batch.metrics["reward_std"], batch.metrics["reward/default"]) == (0.5, 0.5, 0.5)
+    assert (batch.metrics["reward_mean"], batch.metrics["reward_std"], batch.metrics["reward/default"]) == (
+        0.5,
+        0.5,
+        0.5,
+    )
 
 
 def test_weights_by_hand_for_each_aggregation():
@@ -56,12 +75,18 @@ def test_weights_by_hand_for_each_aggregation():
     episodes = [episode("a", 0, 1.0, [(7, 8, 9), (5, 6)]), episode("a", 1, 0.0, [(9,)]), episode("a", 2, 0.0, [(4, 4)])]
     sizes = [5] * 5 + [1] + [2] * 2
     assert trained(make(episodes), "weight_T") == pytest.approx([1 / 8] * 8)
-    assert sorted(trained(make(episodes, loss_aggregation="sequence"), "weight_T")) == pytest.approx(sorted(1 / (3 * n) for n in sizes))
-    assert trained(make(episodes, loss_aggregation="constant", max_tokens=10), "weight_T") == pytest.approx([1 / 30] * 8)
+    assert sorted(trained(make(episodes, loss_aggregation="sequence"), "weight_T")) == pytest.approx(
+        sorted(1 / (3 * n) for n in sizes)
+    )
+    assert trained(make(episodes, loss_aggregation="constant", max_tokens=10), "weight_T") == pytest.approx(
+        [1 / 30] * 8
+    )
 
 
 def test_a_trajectory_weighs_the_same_however_many_branches_it_has():
-    batch = make([episode("a", 0, 1.0, [(7,)]), episode("a", 1, 0.0, [(5, 5), (6,), (8, 8, 8)])], loss_aggregation="sequence")
+    batch = make(
+        [episode("a", 0, 1.0, [(7,)]), episode("a", 1, 0.0, [(5, 5), (6,), (8, 8, 8)])], loss_aggregation="sequence"
+    )
     weight, advantage = trained(batch, "weight_T"), trained(batch, "advantage_T")
     assert weight[advantage > 0].sum() == pytest.approx(0.5)
     assert weight[advantage < 0].sum() == pytest.approx(0.5)
@@ -88,7 +113,9 @@ def test_with_a_kl_term_groups_without_signal_stay():
 
 
 def test_reinforce_learns_from_equal_rewards_unless_they_are_zero():
-    batch = make([episode("a", 0, 1.0), episode("a", 1, 1.0), episode("b", 0, 0.0), episode("b", 1, 0.0)], algorithm="reinforce")
+    batch = make(
+        [episode("a", 0, 1.0), episode("a", 1, 1.0), episode("b", 0, 0.0), episode("b", 1, 0.0)], algorithm="reinforce"
+    )
     assert (batch.metrics["groups_with_signal"], batch.metrics["groups_too_hard"]) == (1, 1)
     assert trained(batch, "advantage_T").tolist() == [1] * 4
 
@@ -111,7 +138,11 @@ def test_roles_are_groups_of_their_own_in_one_forest():
 
     batch = make([solve_and_judge(0, 1.0, 0.25), solve_and_judge(1, 0.0, 0.75)])
     (forest,) = batch.forests
-    found = {(int(tree), int(token)): float(a) for tree, token, a in zip(forest.tree_T, forest.token_T, forest.advantage_T, strict=True) if tree >= 0}
+    found = {
+        (int(tree), int(token)): float(a)
+        for tree, token, a in zip(forest.tree_T, forest.token_T, forest.advantage_T, strict=True)
+        if tree >= 0
+    }
     assert found == {(0, 7): 0.5, (0, 8): -0.25, (1, 7): -0.5, (1, 8): 0.25}
     assert (batch.metrics["groups"], batch.metrics["reward/solver"], batch.metrics["reward/judge"]) == (2, 0.5, 0.5)
     assert batch.metrics["trajectories"] == 4
@@ -148,7 +179,9 @@ def test_the_order_in_which_rollouts_ended_does_not_matter():
 
 
 def test_packing_keeps_order_and_the_limit():
-    episodes = [episode(f"t{t}", i, float(i), [tuple(range(10, 18))]) for t in range(5) for i in range(2)]  # 20 tokens a task
+    episodes = [
+        episode(f"t{t}", i, float(i), [tuple(range(10, 18))]) for t in range(5) for i in range(2)
+    ]  # 20 tokens a task
     batch = make(episodes, micro_batch_tokens=50)
     assert [len(forest) for forest in batch.forests] == [40, 40, 20]
     assert trained(batch, "weight_T") == pytest.approx([1 / 80] * 80)
@@ -185,7 +218,14 @@ def test_a_conversation_trains_its_first_turn_once():
         for n, user in enumerate((30, 40)):  # two continuations of the first answer
             node = tree.add([*PROMPT, 7, 8, user], Completion([9 + n], [-3.0], "length", 0), f"two{n}", after=first)
             steps.append(Step(id=f"two{n}", node=node, finish_reason="length"))
-        return Episode(id=f"a:{index}", task_id="a", rollout_idx=index, reward=reward, tree=tree, trajectories=[Trajectory(steps=steps)])
+        return Episode(
+            id=f"a:{index}",
+            task_id="a",
+            rollout_idx=index,
+            reward=reward,
+            tree=tree,
+            trajectories=[Trajectory(steps=steps)],
+        )
 
     for packing in ("forest", "paths"):
         batch = make([talk(0, 0.0), talk(1, 1.0)], packing=packing)
@@ -202,7 +242,9 @@ def test_the_ledger_names_the_token_without_a_finite_logprob(value):
 
 
 def test_the_ledger_refuses_tokens_of_other_weights():
-    with pytest.raises(LedgerError, match=r"Episode a:1, call a-1-0: sampled by weights of version 3, but the policy is at version 4"):
+    with pytest.raises(
+        LedgerError, match=r"Episode a:1, call a-1-0: sampled by weights of version 3, but the policy is at version 4"
+    ):
         make([episode("a", 0, 1.0, version=4), episode("a", 1, 0.0, version=3)], version=4)
 
 

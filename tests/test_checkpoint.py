@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, bit for bit, by us and by plain peft and transformers; what is torn is never used."""
+"""What is saved is what is loaded, bit for bit, here and by plain peft and transformers; what is torn is not used."""
 
 import asyncio
 import json
@@ -28,7 +28,9 @@ def make():
     policies = []
 
     def new(rank=2, seed=1):
-        config = Config(model="tiny", lora_rank=rank, lr=1e-2, lr_schedule="cosine", steps=4, warmup_steps=1, determinism="off")
+        config = Config(
+            model="tiny", lora_rank=rank, lr=1e-2, lr_schedule="cosine", steps=4, warmup_steps=1, determinism="off"
+        )
         policies.append(Policy(*tiny.build(seed), config))
         return policies[-1], Trainer(policies[-1], config, create("grpo"))
 
@@ -45,7 +47,16 @@ def batch(policy, step):
         tree, answer = TokenTree(), rng.integers(0, 256, 5).tolist()
         node = tree.add([1, 2, 3], Completion(answer, [-5.0] * 5, "stop", policy.version), f"c{index}")
         trajectory = Trajectory(steps=[Step(id=f"c{index}", node=node)])
-        episodes.append(Episode(id=f"t:{index}", task_id="t", rollout_idx=index, reward=float(index), tree=tree, trajectories=[trajectory]))
+        episodes.append(
+            Episode(
+                id=f"t:{index}",
+                task_id="t",
+                rollout_idx=index,
+                reward=float(index),
+                tree=tree,
+                trajectories=[trajectory],
+            )
+        )
     return build(episodes, policy.config, create("grpo"), policy.version)
 
 
@@ -192,7 +203,9 @@ def test_a_disk_that_fills_up_leaves_the_last_one_and_no_debris(make, tmp_path, 
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"Cannot save a checkpoint of step 2 .* The last whole one is step_000001"):
+        with pytest.raises(
+            CheckpointError, match=r"Cannot save a checkpoint of step 2 .* The last whole one is step_000001"
+        ):
             checkpoint.save(tmp_path, 2, policy, trainer, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -213,4 +226,9 @@ def test_the_manifest_lists_every_other_file_and_all_is_json_or_safetensors(make
     path = checkpoint.save(tmp_path, 1, *make(), {})
     names = {entry.name for entry in path.iterdir()}
     assert set(json.loads((path / "MANIFEST.json").read_text())["files"]) == names - {"MANIFEST.json"}
-    assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "md", "jinja"}  # nothing that runs code when read
+    assert {name.rpartition(".")[2] for name in names} <= {
+        "json",
+        "safetensors",
+        "md",
+        "jinja",
+    }  # nothing that runs code when read

@@ -62,10 +62,21 @@ def sampled_group(policy, rewards, turns=2, off=0.0, task="a", seed=3):
             answer = rng.integers(0, 256, 3 + index + turn).tolist()
             with torch.no_grad():
                 logprobs = (lone_logprobs(policy, ids + answer)[len(ids) - 1 :] + off).tolist()
-            node = tree.add(ids, Completion(answer, logprobs, "stop", policy.version, TEMPERATURE), f"{index}.{turn}", after=node)
+            node = tree.add(
+                ids, Completion(answer, logprobs, "stop", policy.version, TEMPERATURE), f"{index}.{turn}", after=node
+            )
             steps.append(Step(id=f"{index}.{turn}", node=node))
             ids = [*ids, *answer, 10, 11 + turn]
-        episodes.append(Episode(id=f"{task}:{index}", task_id=task, rollout_idx=index, reward=reward, tree=tree, trajectories=[Trajectory(steps=steps)]))
+        episodes.append(
+            Episode(
+                id=f"{task}:{index}",
+                task_id=task,
+                rollout_idx=index,
+                reward=reward,
+                tree=tree,
+                trajectories=[Trajectory(steps=steps)],
+            )
+        )
     return episodes
 
 
@@ -82,7 +93,7 @@ def accumulate(policy, trainer, batch):
 
 
 def plain_loss(policy, episodes, config):
-    """The definition: plain transformers attention, one trajectory after another, one token at a time. Returns (loss, gradients)."""
+    """The definition: plain transformers attention, one trajectory and token at a time. Returns (loss, gradients)."""
     algorithm = create(config.algorithm)
     advantages = algorithm.advantages(np.array([episode.reward for episode in episodes]), config)
     base = policy.model.get_base_model() if config.lora_rank else policy.model
@@ -151,7 +162,9 @@ async def test_update_moves_the_weights_towards_reward_and_counts_up(make_policy
 
     def likelihood():
         with torch.no_grad():
-            return [lone_logprobs(policy, e.tree.ids(e.trajectories[0].steps[0].node))[20:].sum().item() for e in episodes]
+            return [
+                lone_logprobs(policy, e.tree.ids(e.trajectories[0].steps[0].node))[20:].sum().item() for e in episodes
+            ]
 
     before, sha = likelihood(), policy.weights_sha256()
     batch = build(episodes, policy.config, create("grpo"), 0)
@@ -189,7 +202,7 @@ async def test_a_step_that_is_not_finite_is_skipped_dumped_and_said(make_policy,
     assert metrics["skipped"] == 1.0
     assert (policy.weights_sha256(), policy.version, trainer.step) == (sha, 0, 1)
     path = tmp_path / "skipped" / "skipped_step_000001.json"
-    assert trainer.problem.startswith("Step 1 was skipped, its loss is nan")
+    assert trainer.problem.startswith("Step 1 was skipped: its loss is nan")
     assert str(path) in trainer.problem
     assert json.loads(path.read_text())[0]["token_T"] == batch.forests[0].token_T.tolist()
     assert all(parameter.grad is None for parameter in trainer.parameters.values())
@@ -218,7 +231,9 @@ def test_gradient_checkpointing_gives_the_same_bits_and_is_off_afterwards(make_p
     assert len(calls) == 2 * len(batch.forests)  # once forward, once again in backward
     assert checkpointed[0] == plain[0]
     assert all(torch.equal(checkpointed[1][name], value) for name, value in plain[1].items())
-    assert not any(module.training or getattr(module, "gradient_checkpointing", False) for module in policy.model.modules())
+    assert not any(
+        module.training or getattr(module, "gradient_checkpointing", False) for module in policy.model.modules()
+    )
 
 
 async def test_clipping_bounds_the_step_and_zero_turns_it_off(make_policy):
@@ -230,8 +245,18 @@ async def test_clipping_bounds_the_step_and_zero_turns_it_off(make_policy):
         batch = copy.deepcopy(batch)
         norm = (await trainer.update(batch))["grad_norm"]
         tensors, _ = trainer.state_dict()
-        moments.append(math.sqrt(sum(float(value.double().square().sum()) for name, value in tensors.items() if name.startswith("exp_avg/"))))
-    assert moments[0] == pytest.approx(0.1 * 1e-3, rel=1e-2)  # exp_avg after one step is (1 - 0.9) x the clipped gradient
+        moments.append(
+            math.sqrt(
+                sum(
+                    float(value.double().square().sum())
+                    for name, value in tensors.items()
+                    if name.startswith("exp_avg/")
+                )
+            )
+        )
+    assert moments[0] == pytest.approx(
+        0.1 * 1e-3, rel=1e-2
+    )  # exp_avg after one step is (1 - 0.9) x the clipped gradient
     assert moments[1] == pytest.approx(0.1 * norm, rel=1e-4)
 
 

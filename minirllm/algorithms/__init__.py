@@ -1,4 +1,4 @@
-"""Algorithms: rewards of a group in, advantages and a loss per token out. Pick one from `ALGORITHMS`, or as ``module:attr``.
+"""Algorithms: rewards of a group in, advantages and a loss per token out. Pick one by name, or as ``module:attr``.
 
 Owns: the protocol, the name table, and the pieces every algorithm shares (group baseline, PPO clip, KL estimate); each
 exists once, here. Does not know: models, trees, batches, how the loss per token is aggregated (batch.py).
@@ -35,7 +35,7 @@ class Algorithm(Protocol):
         reference_N: torch.Tensor | None,
         config: Config,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each token ``[N]`` (to be minimised) and named values per token ``[N]``, detached, for the metrics.
+        """The loss of each token ``[N]``, to be minimised, and named values per token ``[N]``, detached, for metrics.
 
         `logprob_N` carries the gradient; `old_logprob_N` is what the sampler captured; `reference_N` is the frozen base
         model's, given exactly when ``config.kl_beta > 0``.
@@ -50,11 +50,13 @@ ALGORITHMS: dict[str, str] = {
 
 
 def create(name: str) -> Algorithm:
-    """The algorithm called `name`, or the class or instance at ``module:attr``. Raises ConfigError when there is none."""
+    """The algorithm called `name`, or the class or instance at ``module:attr``. ConfigError when there is none."""
     target = ALGORITHMS.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon:
-        raise ConfigError(f"Unknown algorithm {name!r}{nearest(name, list(ALGORITHMS))}; use {', '.join(ALGORITHMS)} or module:attr.")
+        raise ConfigError(
+            f"Unknown algorithm {name!r}{nearest(name, list(ALGORITHMS))}; use {', '.join(ALGORITHMS)} or module:attr."
+        )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -70,8 +72,8 @@ def require_group(name: str, config: Config) -> None:
     """Raises ConfigError when `config` gives an algorithm with a group baseline groups of one."""
     if config.group_size < 2:
         raise ConfigError(
-            f"{name} learns from the differences within a group, so nothing can be learned with group_size = {config.group_size}: "
-            "set group_size to 2 or more, or algorithm to reinforce."
+            f"{name} learns from the differences within a group, so nothing can be learned with "
+            f"group_size = {config.group_size}: set group_size to 2 or more, or algorithm to reinforce."
         )
 
 
@@ -85,9 +87,9 @@ def centred(rewards_G: np.ndarray) -> np.ndarray:
 def clipped_surrogate(
     logprob_N: torch.Tensor, old_logprob_N: torch.Tensor, advantage_N: torch.Tensor, config: Config
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped objective per token, negated (arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476).
+    """PPO's clipped objective per token, negated (arXiv 1707.06347, eq. 7; two bounds as in DAPO, 2503.14476).
 
-    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprob - old)``. The gradient of a token is zero
+    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprob - old)``. A token's gradient is zero
     exactly where the second term is the smaller one.
     """
     ratio_N = torch.exp(logprob_N - old_logprob_N)
@@ -97,7 +99,11 @@ def clipped_surrogate(
 
 
 def add_kl(
-    loss_N: torch.Tensor, metrics: dict[str, torch.Tensor], logprob_N: torch.Tensor, reference_N: torch.Tensor | None, config: Config
+    loss_N: torch.Tensor,
+    metrics: dict[str, torch.Tensor],
+    logprob_N: torch.Tensor,
+    reference_N: torch.Tensor | None,
+    config: Config,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Adds ``kl_beta`` times the k3 estimate of KL(policy || reference), ``e^d - d - 1`` with d = reference - logprob.
 

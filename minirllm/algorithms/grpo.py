@@ -1,4 +1,4 @@
-"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300); without the standard deviation as in Dr. GRPO (arXiv 2503.20783).
+"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300); without the division, Dr. GRPO's (arXiv 2503.20783).
 
 Owns: its advantage. Does not know: trees, models, aggregation.
 """
@@ -22,7 +22,7 @@ class GRPO:
         require_group("GRPO", config)
 
     def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
-        """``(r - mean) / (std + 1e-6)``, std over the population (divided by G); ``r - mean`` with ``norm_std = false``."""
+        """``(r - mean) / (std + 1e-6)``, std over G, not G - 1; ``r - mean`` with ``norm_std = false``."""
         centred_G = centred(rewards_G)
         return centred_G / (rewards_G.std() + EPSILON) if config.norm_std else centred_G
 

@@ -30,5 +30,5 @@ class REINFORCE:
         reference_N: torch.Tensor | None,
         config: Config,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``-A log p(token)`` plus ``kl_beta`` times the KL. Its gradient is exactly ``-A grad log p``; `old_logprob_N` is not used."""
+        """``-A log p(token)`` plus ``kl_beta`` times the KL; gradient ``-A grad log p``, `old_logprob_N` unused."""
         return add_kl(-advantage_N * logprob_N, {}, logprob_N, reference_N, config)

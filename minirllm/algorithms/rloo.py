@@ -20,7 +20,7 @@ class RLOO:
         require_group("RLOO", config)
 
     def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
-        """``r_i - mean of r_j, j != i``, which is ``G / (G - 1) * (r - mean)``. A lone reward has nothing to be compared with: 0."""
+        """``r_i - mean of r_j, j != i``, that is ``G / (G - 1) * (r - mean)``; 0 for a lone reward."""
         return centred(rewards_G) * (len(rewards_G) / max(1, len(rewards_G) - 1))
 
     def loss(
@@ -31,6 +31,6 @@ class RLOO:
         reference_N: torch.Tensor | None,
         config: Config,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate (at ratio 1 its gradient is the policy gradient) plus ``kl_beta`` times the KL to the base model."""
+        """The clipped surrogate, at ratio 1 the policy gradient, plus ``kl_beta`` times the KL to the base model."""
         loss_N, metrics = clipped_surrogate(logprob_N, old_logprob_N, advantage_N, config)
         return add_kl(loss_N, metrics, logprob_N, reference_N, config)
