@@ -1,7 +1,7 @@
 """Learning curves: train a task with several seeds from the command line and keep what it wrote down.
 
-Owns: the runs and their JSON: for every seed the training reward of each step, the held-out reward with its 95 % interval
-where it was measured, seconds, the hash of the final weights.
+Owns: the runs and their JSON: for every seed the training reward of each step, the held-out reward with its 95 %
+interval where it was measured, seconds, the hash of the final weights.
 ``python benchmarks/learning.py first_letter --seeds 0 1 2 [--steps 40] [--set key=value ...] [--out FILE]``
 """
 
@@ -17,13 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minirllm.log import machine, read_metrics
+from minirllm.log import read_metrics
+from minirllm.machine import machine
 
 
 def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
     """Train once in a process of its own; the curve and what it cost."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "minirllm.train", task, "--seed", str(seed), "--runs-dir", folder, "--run", "curve", *options]
+        command = [sys.executable, "-m", "minirllm.train", task, "--seed", str(seed), *options]
+        command += ["--runs-dir", folder, "--run", "curve"]
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=sys.stderr)
         _, status, usage = os.wait4(process.pid, 0)
@@ -32,7 +34,8 @@ def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         rows = read_metrics(Path(folder) / "curve/metrics.jsonl")
         manifest = json.loads((Path(folder) / "curve/manifest.json").read_text())
-    held_out = {row["step"]: [row[key] for key in ("eval_reward", "eval_low", "eval_high")] for row in rows if "eval_reward" in row}
+    measured = ("eval_reward", "eval_low", "eval_high")
+    held_out = {row["step"]: [row[key] for key in measured] for row in rows if "eval_reward" in row}
     steps = [row for row in rows if row["step"]]
     return {
         "seed": seed,
@@ -69,7 +72,8 @@ def main() -> None:
         run = one(options.task, seed, flags)
         result["runs"].append(run)
         first, last = min(run["held_out"], default=None), max(run["held_out"], default=None)
-        print(f"seed {seed}: held-out {run['held_out'].get(first)} -> {run['held_out'].get(last)}, {run['seconds']:.0f} s", flush=True)
+        change = f"held-out {run['held_out'].get(first)} -> {run['held_out'].get(last)}"
+        print(f"seed {seed}: {change}, {run['seconds']:.0f} s", flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from minirllm import algorithms, batch
 from minirllm.config import Config
-from minirllm.log import machine
+from minirllm.machine import machine
 from minirllm.stack import Stack, serving
 from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree

@@ -1,6 +1,7 @@
-"""Whole training steps beside TRL's GRPOTrainer, in one run: same model, prompts, group size, LoRA, batch, fp32, threads.
+"""Whole training steps beside TRL's GRPOTrainer, in one run on the same model, prompts, group size, LoRA and threads.
 
-Owns: the comparison and its JSON. Ours is the whole product: agents over HTTP, sessions, engine, trainer, and the log.
+Owns: the comparison and its JSON. Both compute in fp32. Ours is the whole product: agents over HTTP, sessions, engine,
+trainer, and the log.
 ``python benchmarks/side_by_side.py --trl-python PATH [--steps 3] [--rounds 2] [--out FILE]``; TRL has an environment of
 its own (benchmarks/peers/trl_steps.py says how).
 """
@@ -22,14 +23,15 @@ from typing import Any
 from minirllm import Config, EvalOutput, Task, evaluator, models, rollout
 from minirllm.client import chat
 from minirllm.flow import TaskModule
-from minirllm.log import machine
+from minirllm.machine import machine
 from minirllm.train import train
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import workload
 
 GROUP, PROMPTS, NEW_TOKENS = 8, 4, 64
-CASES = {"a": {"sentences": 3, "target": 2.5}, "b": {"sentences": 12, "target": 4.0}}  # prompts of about 94 and 300 tokens
+# prompts of about 94 and 300 tokens
+CASES = {"a": {"sentences": 3, "target": 2.5}, "b": {"sentences": 12, "target": 4.0}}
 
 
 @rollout
@@ -48,8 +50,9 @@ def ours(sentences: int, steps: int, determinism: str) -> dict[str, Any]:
     task = TaskModule("side-by-side", agent, grade, lambda config: tasks, lambda config: tasks)
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            steps=steps, batch_size=PROMPTS, group_size=GROUP, max_tokens=NEW_TOKENS, lr=1e-6, lora_rank=16, lora_alpha=32.0,
-            eval_tasks=0, save_every=steps, runs_dir=folder, run="ours", determinism=determinism, threads=2,
+            steps=steps, batch_size=PROMPTS, group_size=GROUP, max_tokens=NEW_TOKENS, lr=1e-6, lora_rank=16,
+            lora_alpha=32.0, eval_tasks=0, save_every=steps, runs_dir=folder, run="ours", determinism=determinism,
+            threads=2,
         )  # fmt: skip
         asyncio.run(train(task, config, quiet=True))
         rows = [json.loads(line) for line in (Path(folder) / "ours/metrics.jsonl").read_text().splitlines()]
@@ -102,7 +105,8 @@ def main() -> None:
             if options.trl_python:
                 script = str(Path(__file__).parent / "peers/trl_steps.py")
                 found["trl"].append(child([options.trl_python, script, folder, "--sentences", str(sentences), *common]))
-        medians = {key: statistics.median(s for run in runs for s in run["seconds"]) for key, runs in found.items() if runs}
+        seconds = {key: [s for run in runs for s in run["seconds"]] for key, runs in found.items() if runs}
+        medians = {key: statistics.median(values) for key, values in seconds.items()}
         case = {"sentences": sentences, "target": CASES[name]["target"], "median_seconds": medians, **found}
         if "trl" in medians:
             case["times_faster"] = medians["trl"] / medians["ours"]

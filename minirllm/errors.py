@@ -91,7 +91,7 @@ class EngineError(Exception):
 
 
 class LedgerError(Exception):
-    """A captured token cannot be trained on: no finite logprob, or sampled by other weights. Our own fault, never the agent's."""
+    """A captured token cannot be trained on: it has no finite logprob, or other weights sampled it. Our own fault."""
 
 
 class GradingError(Exception):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from minirllm.errors import RequestError, UserError
+from minirllm.errors import RequestError
 from minirllm.syntaxes import SYNTAXES
 from minirllm.syntaxes.calls import Tools, same_call
 from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
@@ -50,8 +50,6 @@ class Renderer:
         template: str | None = None,
         today: datetime.date | None = None,
     ):
-        if history not in ("keep", "rerender"):
-            raise UserError(f"history is {history!r}: set it to 'keep' or 'rerender'.")
         self.tokenizer = tokenizer
         self.history = history
         self._template = ChatTemplate(tokenizer, template, today)
@@ -232,11 +230,6 @@ class Stream:
     def message(self) -> Message:
         """The whole turn, after `finish`."""
         return self._reader.message()
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found; it and what follows are no part of the message."""
-        return self._reader.stopped
 
     def _new_text(self) -> str:
         return self._renderer.decode(self._context + self._waiting)[self._context_length :]

@@ -39,7 +39,7 @@ from minirllm.errors import (
 from minirllm.inflight import Flight, OnDelta, Sample, identity, shown_tools
 from minirllm.renderer import Renderer
 from minirllm.tree import TokenTree
-from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step, Trajectory
+from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step
 
 #: What `enforced` replaces, besides capping max_tokens. Stop strings and stop tokens stay the request's own.
 ENFORCED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
@@ -99,7 +99,8 @@ class Session:
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
         """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they are sampled.
 
-        Cancelling the caller cancels the generation. Raises SessionClosed, QuotaExceeded, ContextOverflow or RequestError before any work, EngineError if the engine fails.
+        Cancelling the caller cancels the generation. Raises SessionClosed, QuotaExceeded, ContextOverflow or
+        RequestError before any work, EngineError if the engine fails.
         """
         if self.closed:
             raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
@@ -155,10 +156,6 @@ class Session:
                 raise UserError(f"No call of session {self.id!r} has the id {name!r}: give the id of a response.")
             claimed.append(step)
         return claimed
-
-    def trajectory(self, name: str = "default") -> Trajectory:
-        """All calls of the session as one trajectory."""
-        return Trajectory(name=name, steps=list(self.steps))
 
     # ---- a request before generation ----
 
@@ -378,13 +375,6 @@ class Sessions:
         if session is not None:
             session.close()
             self._closed.add(id)
-
-    def close_all(self) -> None:
-        """Close every open session, the shared one too."""
-        for id in list(self._open):
-            self.close(id)
-        if self._shared is not None:
-            self._shared.close()
 
     def __contains__(self, id: object) -> bool:
         return id in self._open

@@ -72,7 +72,7 @@ async def serving(
         facts = {
             "model": loaded.name,
             "model_revision": loaded.revision,
-            "template_hash": loaded.template_hash,
+            "template_hash": renderer.template_hash,
             "level": policy.level,
             "row_multiple": policy.row_multiple,
             "threads": policy.threads,

@@ -1,7 +1,7 @@
 """The vocabulary: plain data that every module may import. Names follow rLLM.
 
-Owns: Task, Message, SamplingParams, Completion, ModelRequest, Step, Trajectory, Episode, EvalOutput, Signal, AgentConfig,
-TerminationReason. Does not know: torch, HTTP, files.
+Owns: Task, Message, SamplingParams, Completion, ModelRequest, Step, Trajectory, Episode, EvalOutput, Signal,
+AgentConfig, TerminationReason. Does not know: torch, HTTP, files.
 
 Containment: Episode > Trajectory > Step. One Step is one model call of the agent; its token ids are exactly those the
 model read and sampled.
@@ -76,7 +76,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token as the engine reports it. `logprob` is of the distribution sampled from (natural log, after temperature)."""
+    """One sampled token as the engine reports it.
+
+    `logprob` is of the distribution sampled from: natural logarithm, after temperature.
+    """
 
     id: int
     logprob: float
@@ -114,9 +117,7 @@ class ModelRequest:
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
-    echo: bool = False
     response_format: dict[str, Any] | None = None
-    model: str = ""
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ class EvalOutput:
 
 @dataclass
 class Step:
-    """One model call. `prompt_ids`, `response_ids` and `logprobs` are filled from the session's token tree, joined by `id`."""
+    """One model call. Its tokens are in the episode's tree: ``tree.prompt_ids(node)``, ``tree.response(node)``."""
 
     id: str = ""  # the call id: the `id` of the response the agent got
     input: Any = None
@@ -217,7 +218,7 @@ class Step:
 
 @dataclass
 class Trajectory:
-    """The calls of one role. Trajectories of one task with one name form the group that advantages are computed over."""
+    """The calls of one role. Those of one task with one name form the group that advantages are computed over."""
 
     name: str = "default"
     steps: list[Step] = field(default_factory=list)
@@ -231,7 +232,7 @@ class Trajectory:
 
 @dataclass
 class Episode:
-    """One rollout of one task, graded. `id` is ``task_id:rollout_idx`` for people; `task_id` and `rollout_idx` are authoritative."""
+    """One rollout of one task, graded. `task_id` and `rollout_idx` say which; `id` joins them with a colon to read."""
 
     id: str = ""
     task: Any = None
@@ -252,7 +253,7 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """The text an evaluator grades: artifacts["answer"], else the last trajectory's output, else the last answer with text."""
+        """The text an evaluator grades: artifacts["answer"], else the last output, else the last answer with text."""
         if "answer" in self.artifacts:
             return str(self.artifacts["answer"])
         for trajectory in reversed(self.trajectories):

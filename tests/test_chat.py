@@ -160,7 +160,6 @@ WRONG = {
     "stream_options": [[]],
     "logprobs": [3],
     "top_logprobs": [2, 21],
-    "model": [7],
     "messages": [[], None, "hi"],
     "tools": [{}],
     "tool_choice": ["required", {"type": "function", "function": {"name": "run"}}],

@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from minirllm import head
 
 
-def naive(
-    hidden: torch.Tensor, linear: torch.nn.Linear, softcap: float | None, tokens: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
+def naive(hidden: Tensor, linear: nn.Linear, softcap: float | None, tokens: Tensor, temperature: Tensor) -> Tensor:
     logits = linear(hidden)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap

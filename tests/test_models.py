@@ -54,7 +54,7 @@ def message(name: str) -> str:
 def test_tiny() -> None:
     loaded = models.load("tiny")
     assert (loaded.name, loaded.path, loaded.revision) == ("tiny", None, "0")
-    assert loaded.template_hash == hashlib.sha256(tiny.TEMPLATE.encode()).hexdigest()[:16]
+    assert loaded.tokenizer.chat_template == tiny.TEMPLATE
 
 
 def test_smollm2_speaks(smollm2: models.LoadedModel) -> None:
@@ -193,7 +193,7 @@ def test_local_folder(folder: Path) -> None:
     expected = tiny.build()[0].state_dict()
     assert (loaded.name, loaded.path, loaded.revision) == (str(folder), folder, "")
     assert all(torch.equal(weight, expected[name].double()) for name, weight in loaded.model.state_dict().items())
-    assert loaded.template_hash == models.load("tiny").template_hash
+    assert loaded.tokenizer.chat_template == tiny.TEMPLATE
 
 
 def test_folders_that_are_no_model(folder: Path, tmp_path: Path) -> None:
@@ -202,8 +202,6 @@ def test_folders_that_are_no_model(folder: Path, tmp_path: Path) -> None:
     assert "LoRA adapter" in message(str(tmp_path))
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
-    (bare / "chat_template.jinja").unlink()
-    assert "no chat template" in message(str(bare))
     assert "has no revisions: drop @main" in message(f"{bare}@main")
     (bare / "model.safetensors").write_bytes(b"torn")
     assert f"Cannot load model {bare}" in message(str(bare))

@@ -170,7 +170,6 @@ async def test_claim_joins_by_call_id() -> None:
     first, pair = await ask(s, chat("a")), await ask(s, chat("b", n=2))
     one, two, three = s.steps
     assert s.claim([pair.id, first.id, f"{pair.id}-1", three.id, f"cmpl-{one.id}"]) == [two, one, three, three, one]
-    assert s.trajectory().steps == [one, two, three]
     for unknown in ("chatcmpl-0123456789abcdef", "nonsense", "", f"{first.id}-1"):
         with pytest.raises(UserError, match="No call of session"):
             s.claim([unknown])
@@ -200,6 +199,3 @@ async def test_the_registry() -> None:
     assert fresh is not shared
     assert not shared.closed, "its calls in flight go on"
     assert fresh.seed_parts != shared.seed_parts
-    sessions.close_all()
-    assert list(sessions) == []
-    assert fresh.closed

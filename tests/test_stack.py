@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, ConfigError, UserError
+from minirllm.errors import CheckpointError, UserError
 from minirllm.stack import serving
 
 TINY = Config(model="tiny", max_tokens=12, slots=4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minirllm.errors import ModelError, RequestError, UserError
+from minirllm.errors import ModelError, RequestError
 from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
@@ -229,8 +229,6 @@ def test_no_usable_template() -> None:
         Renderer(bare, template="{% for %}")
     with pytest.raises(ModelError, match="leaves out messages"):
         Renderer(bare, template="{{ messages[0].content }}")
-    with pytest.raises(UserError, match="'keep' or 'rerender'"):
-        Renderer(tokenizer("tiny"), "keap")
 
 
 def test_named_templates() -> None:

@@ -29,10 +29,8 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     for repeat in range(options.repeats + 1):
         for count in options.requests:
-            params = [
-                vllm.SamplingParams(temperature=1.0, max_tokens=options.new_tokens, ignore_eos=True, logprobs=0, seed=repeat * 1000 + i)
-                for i in range(count)
-            ]
+            fixed = {"temperature": 1.0, "max_tokens": options.new_tokens, "ignore_eos": True, "logprobs": 0}
+            params = [vllm.SamplingParams(**fixed, seed=repeat * 1000 + i) for i in range(count)]
             chats = [[{"role": "user", "content": text}] for text in workload.prompts(count, options.sentences)]
             began = time.perf_counter()
             outputs = llm.chat(chats, params, use_tqdm=False)

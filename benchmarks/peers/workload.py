@@ -1,6 +1,6 @@
-"""The workload that every peer runs: chat prompts of a given length, a reward that varies, nothing to import but the standard library.
+"""The workload that every peer runs: chat prompts of a given length, and a reward that varies.
 
-Owns: the prompts' texts. Runs in any environment: ours, TRL's, vLLM's.
+Owns: the prompts' texts. Needs the standard library only, so it runs in any environment: ours, TRL's, vLLM's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SENTENCE = "Name three {} and say in one plain sentence which of them you would 
 
 
 def prompts(count: int, sentences: int) -> list[str]:
-    """`count` different user messages of `sentences` sentences (SmolLM2: about 22 tokens each, and 31 for the template)."""
+    """`count` different user messages of `sentences` sentences (SmolLM2: 22 tokens each, and 31 for the template)."""
     return ["".join(SENTENCE.format(SUBJECTS[(i + j) % len(SUBJECTS)]) for j in range(sentences)) for i in range(count)]
 
 

@@ -61,7 +61,6 @@ def parse(body: Any) -> ModelRequest:
         logprobs=logprobs,
         return_token_ids=fields.flag("return_token_ids"),
         response_format=response_format.parse(fields),
-        model=fields.text("model"),
     )
 
 

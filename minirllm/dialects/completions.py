@@ -41,7 +41,6 @@ def parse(body: Any) -> ModelRequest:
         logprobs=top_logprobs is not None,
         return_token_ids=fields.flag("return_token_ids"),
         response_format=response_format.parse(fields),
-        model=fields.text("model"),
     )
 
 

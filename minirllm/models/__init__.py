@@ -6,7 +6,6 @@ Owns: what a name means, and one clear sentence when it means nothing. A place t
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ class LoadedModel:
     """A model ready to train or sample, and where it came from."""
 
     model: Any  # transformers.PreTrainedModel, in eval mode
-    tokenizer: Any  # transformers.PreTrainedTokenizerBase, with a chat template
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
     name: str  # as asked for, without the revision
     path: Path | None  # the folder its files were read from; None for `tiny`
     revision: str  # hub: the commit; built in: the digest of the source file or the seed; local folder: ""
-    template_hash: str  # first 16 hex digits of the SHA-256 of the chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +50,9 @@ def load(
     source = resolve(name, progress)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     model, tokenizer = tiny.build() if source.path is None else folder.load(source.path, source.name, dtype)
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
-        raise ModelError(
-            f"Model {source.name} has no {'default ' if template else ''}chat template: use an instruction-tuned model "
-            "(-Instruct, -it), or put a chat_template.jinja into a local copy of its folder."
-        )
     model = model.to(device=device, dtype=dtype).eval()
     folder.check_attention(model, source.name)
-    digest = hashlib.sha256(template.encode()).hexdigest()[:16]
-    return LoadedModel(model, tokenizer, source.name, source.path, source.revision, digest)
+    return LoadedModel(model, tokenizer, source.name, source.path, source.revision)
 
 
 def resolve(name: str, progress: Progress | None = None) -> Source:
