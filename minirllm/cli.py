@@ -196,12 +196,11 @@ def serve(host: str, port: int, key: str | None, checkpoint: str | None, **optio
 @click.option(
     "--episodes", type=click.IntRange(0), default=1, show_default=True, help="How many best and how many worst."
 )
-@click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
-def show(run: str, step: int | None, episodes: int, as_json: bool, runs_dir: str) -> None:
+def show(run: str, step: int | None, episodes: int, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
     page = _module("show")
-    page.show(page.find_run(run, runs_dir), step=step, episodes=episodes, as_json=as_json)
+    page.show(page.find_run(run, runs_dir), step=step, episodes=episodes)
 
 
 def _with_checkpoint(

@@ -5,10 +5,8 @@ Owns: finding a run by name, choosing and laying out what is printed. Does not k
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,9 +62,7 @@ def find_run(name: str, runs_dir: str = "runs") -> Path:
     raise UserError(f"No run named {name!r} in {runs_dir}{nearest(name, runs)}: it has {listed}.")
 
 
-def show(
-    folder: Path, *, step: int | None = None, episodes: int = 1, as_json: bool = False, console: Console | None = None
-) -> None:
+def show(folder: Path, *, step: int | None = None, episodes: int = 1, console: Console | None = None) -> None:
     """Print a run. `step` is whose conversations (default: the last with any), `episodes` how many best and worst."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -74,9 +70,6 @@ def show(
     rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
     picked = pick(folder, rows, step, episodes)
-    if as_json:
-        console.print(Text(json.dumps(_json(folder, manifest, rows, picked), indent=1)), soft_wrap=True)
-        return
     _print(console, _title(folder, manifest, rows))
     if curve := plot(rows, console.width - 12):
         _print(console, "\n" + curve)
@@ -212,40 +205,6 @@ def _title(folder: Path, manifest: Mapping[str, Any], rows: Sequence[Mapping[str
     parts += [f"{name} {config[name]}" for name in ("model", "seed") if name in config]
     done = f"{rows[-1]['step']} of {config.get('steps', '?')} steps" if rows else "no step has finished yet"
     return f"{folder}: {', '.join([*parts, done])}"
-
-
-def _json(
-    folder: Path, manifest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], picked: Picked | None
-) -> dict[str, Any]:
-    plain = [
-        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
-    ]
-    found: dict[str, Any] = {
-        "run": str(folder),
-        "manifest": manifest,
-        "metrics": plain,
-        "step": picked.step if picked else None,
-    }
-    for word, episode in picked.shown if picked else ():
-        calls = [step for trajectory in episode.trajectories for step in trajectory.steps]
-        found.setdefault(word, []).append(
-            {
-                "task_id": episode.task_id,
-                "rollout_idx": episode.rollout_idx,
-                "reward": episode.reward,
-                "is_correct": episode.is_correct,
-                "termination_reason": episode.termination_reason.value,
-                "reason": episode.reason,
-                "calls": [
-                    {
-                        "messages": [asdict(m) for m in s.messages],
-                        "response": asdict(s.response) if s.response else None,
-                    }
-                    for s in calls
-                ],
-            }
-        )
-    return found
 
 
 def _is_number(value: Any) -> bool:

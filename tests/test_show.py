@@ -1,7 +1,6 @@
 """show.py: a fabricated run folder, as a terminal, a pipe and a program read it."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -119,25 +118,6 @@ def test_when_nothing_could_be_graded_the_reason_is_shown(run):
     assert "ungraded: task d, rollout 0, no reward, grading_error, 1 call (the grader raised ValueError)" in text
 
 
-def test_json_is_everything_and_nothing_else(run):
-    found = json.loads(printed(run, as_json=True))
-    assert found["run"] == "runs/r"
-    assert found["manifest"]["config"]["seed"] == 3
-    assert [row["step"] for row in found["metrics"]] == [0, 1, 2, 3]
-    assert found["metrics"][1]["loss"] == "nan"
-    assert found["step"] == 3
-    (best,) = found["best"]
-    assert (best["task_id"], best["rollout_idx"], best["reward"], best["termination_reason"]) == (
-        "b",
-        0,
-        1.0,
-        "env_done",
-    )
-    assert best["calls"][0]["messages"][1]["content"] == "Question b?"
-    assert best["calls"][0]["response"]["content"] == "the best answer"
-    assert [e["reward"] for e in found["worst"]] == [0.0]
-
-
 def test_torn_last_lines_are_left_out(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
@@ -154,7 +134,6 @@ def test_a_run_that_has_just_begun(tmp_path):
         assert printed(tmp_path / "r") == f"{tmp_path / 'r'}: no step has finished yet\n"
         log.manifest(level="fixed")
         assert "level fixed, model smollm2-135m, seed 0, no step has finished yet" in printed(tmp_path / "r")
-    assert json.loads(printed(tmp_path / "r", as_json=True))["step"] is None
 
 
 def test_runs_are_found_by_path_and_by_name(run, tmp_path):
