@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "minirllm"  # the name under which transformers finds `_attention`
-TILE = 256
+TILE = 128
 ROW_MULTIPLE = 4
 BLOCK = 256  # queries whose scores are held at once
 
@@ -78,11 +78,11 @@ def attend_span(
 ) -> torch.Tensor:
     """n consecutive queries over the L keys of their path, the last n of which are theirs. Returns ``[n, H, D]``."""
     (H, n, _), (K, L, _) = q_HnD.shape, k_KLD.shape
-    blocks = _blocks(n, L, H // K, window, q_HnD.device)
-    return _attend(q_HnD, _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)]), blocks, scaling)
+    blocks = blocks_of(n, L, H // K, window, q_HnD.device)
+    return attend_blocks(q_HnD, _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)]), blocks, scaling)
 
 
-def _attend(
+def attend_blocks(
     q_HnD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, blocks: Iterable[Block], scaling: float
 ) -> torch.Tensor:
     H, K, out = len(q_HnD), len(k_KLD), []
@@ -96,7 +96,7 @@ def _attend(
 Block = tuple[int, int, torch.Tensor]  # first query, end, additive mask [R, whole tiles that the block reaches into]
 
 
-def _blocks(n: int, L: int, G: int, window: int | None, device: torch.device) -> Iterator[Block]:
+def blocks_of(n: int, L: int, G: int, window: int | None, device: torch.device) -> Iterator[Block]:
     """The last n of L tokens as queries, in blocks.
 
     A block bounds the scores alive at once, and leaves out the tiles of its future, which would add exact zeros.
@@ -146,7 +146,7 @@ class ForestLayout:
         """Those of the last node of `path`; made once for all layers, both passes and nodes of one shape."""
         (start, end), L = path[-1], sum(end - start for start, end in path)
         if (end - start, L, G, window) not in self._blocks:
-            self._blocks[end - start, L, G, window] = list(_blocks(end - start, L, G, window, device))
+            self._blocks[end - start, L, G, window] = list(blocks_of(end - start, L, G, window, device))
         return self._blocks[end - start, L, G, window]
 
     def attend(
@@ -184,7 +184,7 @@ class _Forest(torch.autograd.Function):
         for path in layout.paths:
             node, blocks = slice(*path[-1]), layout.blocks(path, len(q_HTD) // len(k_KTD), window, q_HTD.device)
             k_KLD, v_KLD = _whole_tiles(k_KTD, path), _whole_tiles(v_KTD, path)
-            out_THD[node] = _attend(q_HTD[:, node], k_KLD, v_KLD, blocks, scaling)
+            out_THD[node] = attend_blocks(q_HTD[:, node], k_KLD, v_KLD, blocks, scaling)
         return out_THD
 
     @staticmethod

@@ -99,7 +99,7 @@ def test_nothing_of_the_scores_is_kept_for_backward():
 
 
 def test_blocks_cover_the_queries_and_reach_their_own_keys():
-    blocks = list(attention._blocks(300, 700, 3, None, torch.device("cpu")))
+    blocks = list(attention.blocks_of(300, 700, 3, None, torch.device("cpu")))
     assert [(start, end) for start, end, _ in blocks] == [(0, 256), (256, 300)]
     assert [mask.shape for _, _, mask in blocks] == [(768, 768), (132, 768)]
     assert (blocks[0][2] == 0).sum(1)[:256].tolist() == list(range(401, 657))

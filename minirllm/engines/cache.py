@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from minirllm import attention
 from minirllm.attention import Layout
@@ -49,35 +50,41 @@ class Shapes:
 
 
 class SlotCache:
-    """Keys and values ``[S, K, C, D]`` of each layer. All methods run on the device lane."""
+    """Of each layer, keys ``[S, K, D, C]`` and values ``[S, K, C, D]``. All methods run on the device lane.
+
+    Keys lie transposed: the product with one token's queries is then 1.6 times as fast, and has the same bits.
+    """
 
     def __init__(self, shapes: Shapes, slots: int, capacity: int, device: torch.device):
         assert capacity % attention.TILE == 0, capacity
-        self.slots, self.capacity = slots, capacity
-        self.layers = {
-            layer: tuple(_zeros((slots, heads, capacity, size), dtype, device) for heads, size in (key, value))
-            for layer, (key, value, dtype) in shapes.layers.items()
-        }
+        self.slots, self.capacity, self.device = slots, capacity, device
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        for layer, ((K, D), (_, value_size), dtype) in shapes.layers.items():
+            self.keys[layer] = _zeros((slots, K, D, capacity), dtype, device)
+            self.values[layer] = _zeros((slots, K, capacity, value_size), dtype, device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of one slot into another."""
-        for tensors in self.layers.values():
-            for x_SKCD in tensors:
-                x_SKCD[target, :, :length] = x_SKCD[source, :, :length]
+        for from_, to in zip(self._parts(source, length), self._parts(target, length), strict=True):
+            to.copy_(from_)
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
-        for tensors in self.layers.values():
-            for x_SKCD in tensors:
-                kept_KLD = x_SKCD[a, :, :length].clone()
-                x_SKCD[a, :, :length] = x_SKCD[b, :, :length]
-                x_SKCD[b, :, :length] = kept_KLD
+        for x, y in zip(self._parts(a, length), self._parts(b, length), strict=True):
+            kept = x.clone()
+            x.copy_(y)
+            y.copy_(kept)
 
     def erase(self, slot: int) -> None:
         """Zeros: what was stored there may not be finite."""
-        for tensors in self.layers.values():
-            for x_SKCD in tensors:
-                x_SKCD[slot] = 0
+        for x in self._parts(slot, self.capacity):
+            x.zero_()
+
+    def _parts(self, slot: int, length: int) -> Iterator[torch.Tensor]:
+        for layer, keys_SKDC in self.keys.items():
+            yield keys_SKDC[slot, :, :, :length]
+            yield self.values[layer][slot, :, :length]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -95,9 +102,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class Decode:
     """One new token for each of R sequences: row r goes to ``write[r]`` of ``slot[r]`` and sees ``0:position[r] + 1``.
 
-    The product runs over the contiguous slots from the first row's to the last row's, idle ones in between included,
-    because gathering the rows' keys would cost more than the product. `tiles` bounds the keys. Everything that depends
-    on positions is computed on the device, so a forward with this layout can be captured as a CUDA graph.
+    Attention runs tile by tile of keys, each over the contiguous slots ``reach[tile]`` from the first to the last that
+    has keys there, idle and shorter ones in between included: gathering the rows would cost more than the product.
+    Everything that depends on positions is computed on the device, so a forward can be captured as a CUDA graph.
     """
 
     def __init__(
@@ -106,15 +113,14 @@ class Decode:
         slot_R: torch.Tensor,
         position_R: torch.Tensor,
         write_R: torch.Tensor,
-        span: tuple[int, int],
-        tiles: int,
+        reach: Sequence[tuple[int, int]],
     ):
-        self.cache, self.position_R, self.keys = cache, position_R, tiles * attention.TILE
-        self.first, self.width = span[0], span[1] - span[0] + 1
+        self.cache, self.slot_R, self.position_R, self.write_R = cache, slot_R, position_R, write_R
+        self.first, self.width = reach[0][0], reach[0][1] - reach[0][0]
+        self.reach = [(a - self.first, b - self.first) for a, b in reach]
         self.compact = self.width == len(slot_R)  # rows are in slot order: no idle slot in between
-        self.offset_R, self.slot_R, self.write_R = slot_R - self.first, slot_R, write_R
-        self._index: dict[int, torch.Tensor] = {}
-        self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
+        self.offset_R = slot_R - self.first
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(
         self,
@@ -125,54 +131,55 @@ class Decode:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        (H, R, D), K, W, L = q_HTD.shape, len(k_KTD), self.width, self.keys
-        if K not in self._index:
-            self._index[K] = self._flat(K)
-        seen = []
-        for cache_SKCD, new_KRD in zip(self.cache.layers[layer], (k_KTD, v_KTD), strict=True):
-            size = new_KRD.shape[-1]
-            cache_SKCD.view(-1, size).index_copy_(0, self._index[K], new_KRD.reshape(-1, size))
-            seen.append(
-                cache_SKCD[self.first : self.first + W, :, :L].view(W * K, L, size)
-            )  # no copy: slots are contiguous
+        """The arithmetic of `attention.tiled`, to the bit."""
+        (H, R, D), K, W = q_HTD.shape, len(k_KTD), self.width
+        keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
+        keys_SKDC[self.slot_R, :, :, self.write_R] = k_KTD.transpose(0, 1)
+        values_SKCD[self.slot_R, :, self.write_R] = v_KTD.transpose(0, 1)
+        own = slice(self.first, self.first + W)
+        keys_BDC, values_BCD = keys_SKDC[own].flatten(0, 1), values_SKCD[own].flatten(0, 1)  # views, B = W x K
         G = H // K
         q_WKGD = q_HTD.new_zeros(W, K, G + -G % attention.ROW_MULTIPLE, D)
-        q_RKGD = q_HTD.reshape(K, G, R, D).permute(2, 0, 1, 3)
-        if self.compact:
-            q_WKGD[:, :, :G] = q_RKGD
-        else:
-            q_WKGD[self.offset_R, :, :G] = q_RKGD
-        out_BGD = attention.tiled(q_WKGD.flatten(0, 1), seen[0], seen[1], self._mask(K, window), scaling)
+        q_WKGD[slice(None) if self.compact else self.offset_R, :, :G] = q_HTD.view(K, G, R, D).permute(2, 0, 1, 3)
+        weights_BGL = self._weigh(q_WKGD * scaling, keys_BDC, window).to(values_BCD.dtype)
+        out_BGD = torch.bmm(weights_BGL[:, :, : attention.TILE], values_BCD[:, : attention.TILE])
+        for tile, (a, b) in enumerate(self.reach[1:], 1):
+            keys, rows = slice(tile * attention.TILE, (tile + 1) * attention.TILE), slice(a * K, b * K)
+            out_BGD[rows] += torch.bmm(weights_BGL[rows, :, keys], values_BCD[rows, keys])
         out_WKGD = out_BGD.view(W, K, -1, out_BGD.shape[-1])[:, :, :G]
         return (out_WKGD if self.compact else out_WKGD[self.offset_R]).reshape(R, H, -1)
 
-    def _flat(self, K: int) -> torch.Tensor:
-        """Where the K x R new keys go in ``[S x K x C]``."""
-        head_K1 = torch.arange(K, device=self.slot_R.device)[:, None]
-        return ((self.slot_R * K + head_K1) * self.cache.capacity + self.write_R).view(-1)
+    def _weigh(self, q_WKGD: torch.Tensor, keys_BDC: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Softmax over the visible keys, ``[B, G, L]``."""
+        W, K, G, D = q_WKGD.shape
+        q_BGD, L = q_WKGD.view(W * K, G, D), len(self.reach) * attention.TILE
+        if window not in self._masks:
+            self._masks[window] = self._mask(L, window)
+        scores_BGL = self._masks[window].expand(W, K * G, L).contiguous().view(W * K, G, L)
+        for tile, (a, b) in enumerate(self.reach):
+            keys, rows = slice(tile * attention.TILE, (tile + 1) * attention.TILE), slice(a * K, b * K)
+            scores_BGL[rows, :, keys] += torch.bmm(q_BGD[rows], keys_BDC[rows, :, keys])
+        return F.softmax(scores_BGL, -1, dtype=torch.float32)
 
-    def _mask(self, K: int, window: int | None) -> torch.Tensor:
-        """Which keys each row sees, ``[W x K, 1, L]``; an idle slot sees its first key."""
-        if (K, window) not in self._visible:
-            position_W = self.position_R
-            if not self.compact:
-                position_W = torch.zeros(self.width, dtype=torch.long, device=position_W.device).index_copy(
-                    0, self.offset_R, position_W
-                )
-            key_L = torch.arange(self.keys, device=position_W.device)
-            visible_WL = key_L <= position_W[:, None]
-            if window is not None:
-                visible_WL &= key_L > position_W[:, None] - window
-            self._visible[K, window] = visible_WL.repeat_interleave(K, 0)[:, None]
-        return self._visible[K, window]
+    def _mask(self, L: int, window: int | None) -> torch.Tensor:
+        """``[W, 1, L]``, to add: which keys each row sees. An idle slot sees its first key."""
+        position_W = self.position_R
+        if not self.compact:
+            position_W = torch.zeros(self.width, dtype=torch.long, device=position_W.device)
+            position_W = position_W.index_copy(0, self.offset_R, self.position_R)
+        key_L = torch.arange(L, device=position_W.device)
+        visible_WL = key_L <= position_W[:, None]
+        if window is not None:
+            visible_WL &= key_L > position_W[:, None] - window
+        return attention.additive(visible_WL)[:, None]
 
 
 class Prefill:
     """n consecutive tokens of the sequence in `slot`, the first at position `start`."""
 
     def __init__(self, cache: SlotCache, slot: int, start: int, n: int):
-        self.cache, self.slot, self.start, self.end = cache, slot, start, start + n
-        self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
+        self.cache, self.slot, self.own = cache, slot, slice(start, start + n)
+        self._blocks: dict[int | None, list[attention.Block]] = {}
 
     def attend(
         self,
@@ -183,31 +190,13 @@ class Prefill:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        (H, n, D), K = q_HTD.shape, len(k_KTD)
-        seen = []
-        for cache_SKCD, new_KnD in zip(self.cache.layers[layer], (k_KTD, v_KTD), strict=True):
-            cache_SKCD[self.slot, :, self.start : self.end] = new_KnD
-            seen.append(cache_SKCD[self.slot, :, : self.end + -self.end % attention.TILE])
-        G = H // K
-        if (G, window) not in self._visible:
-            self._visible[G, window] = self._mask(G, window, q_HTD.device)
-        visible_RL = self._visible[G, window]
-        q_KRD = q_HTD.new_zeros(K, len(visible_RL), D)
-        q_KRD[:, : G * n] = q_HTD.reshape(K, G * n, D)
-        out_KRD = attention.tiled(q_KRD, seen[0], seen[1], visible_RL, scaling)[:, : G * n]
-        return out_KRD.reshape(H, n, -1).transpose(0, 1)
-
-    def _mask(self, G: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Which keys each of G x n query rows sees, ``[R, L]``; padding rows see all."""
-        key_L = torch.arange(self.end + -self.end % attention.TILE, device=device)
-        query_n1 = torch.arange(self.start, self.end, device=device)[:, None]
-        visible_nL = key_L <= query_n1
-        if window is not None:
-            visible_nL &= key_L > query_n1 - window
-        rows = G * (self.end - self.start)
-        visible_RL = torch.ones(rows + -rows % attention.ROW_MULTIPLE, len(key_L), dtype=torch.bool, device=device)
-        visible_RL[:rows] = visible_nL.repeat(G, 1)
-        return visible_RL
+        (H, n, _), K = q_HTD.shape, len(k_KTD)
+        keys_KDC, values_KCD = self.cache.keys[layer][self.slot], self.cache.values[layer][self.slot]
+        keys_KDC[:, :, self.own] = k_KTD.transpose(1, 2)
+        values_KCD[:, self.own] = v_KTD
+        if window not in self._blocks:
+            self._blocks[window] = list(attention.blocks_of(n, self.own.stop, H // K, window, q_HTD.device))
+        return attention.attend_blocks(q_HTD, keys_KDC.transpose(1, 2), values_KCD, self._blocks[window], scaling)
 
 
 class Packed:

@@ -28,10 +28,10 @@ class DecodeGraph:
         S, device = cache.slots, policy.device
         self.token_S, self.position_S = (torch.zeros(S, dtype=torch.long, device=device) for _ in range(2))
         self.write_S = torch.full((S,), cache.capacity - 1, device=device)
-        slot_S, tiles = torch.arange(S, device=device), cache.capacity // attention.TILE
+        slot_S, reach = torch.arange(S, device=device), [(0, S)] * (cache.capacity // attention.TILE)
 
         def step() -> torch.Tensor:
-            layout = Decode(cache, slot_S, self.position_S, self.write_S, (0, S - 1), tiles)
+            layout = Decode(cache, slot_S, self.position_S, self.write_S, reach)
             return policy.hidden(self.token_S, self.position_S, layout)
 
         side = torch.cuda.Stream(device)

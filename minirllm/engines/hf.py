@@ -357,9 +357,13 @@ class HFEngine:
         tokens, positions, rows = [step.token_R], [step.position_R], len(step.slot_R)
         parts: list[tuple[int, Layout]] = []
         if rows:
-            span, tiles = (int(step.slot_R[0]), int(step.slot_R[-1])), int(step.position_R.max()) // attention.TILE + 1
             slot_R, position_R = self._on_device(step.slot_R), self._on_device(step.position_R)
-            parts.append((rows, Decode(self._cache, slot_R, position_R, position_R, span, tiles)))
+            reach = [
+                (int(slots[0]), int(slots[-1]) + 1)
+                for start in range(0, int(step.position_R.max()) + 1, attention.TILE)
+                for slots in [step.slot_R[step.position_R >= start]]
+            ]
+            parts.append((rows, Decode(self._cache, slot_R, position_R, position_R, reach)))
         picked, at = list(range(rows)), rows
         for chunk in step.chunks:
             count = len(chunk.token_n)
@@ -388,8 +392,8 @@ class HFEngine:
         token, position, write = self._on_device(token_S), self._on_device(position_S), self._on_device(write_S)
         if self._graph is not None:
             return self._graph(token, position, write)[step.slot_R]
-        tiles = int(position_S.max()) // attention.TILE + 1
-        layout = Decode(self._cache, self._on_device(np.arange(S)), position, write, (0, S - 1), tiles)
+        reach = [(0, S)] * (int(position_S.max()) // attention.TILE + 1)
+        layout = Decode(self._cache, self._on_device(np.arange(S)), position, write, reach)
         return self.policy.hidden(token, position, layout)[step.slot_R]
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
