@@ -31,21 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "AgentConfig": "types",
-    "AgentTrainer": "agent_trainer",
-    "Config": "config",
-    "Episode": "types",
-    "EvalOutput": "types",
-    "Message": "types",
-    "Signal": "types",
-    "Step": "types",
-    "Task": "types",
-    "TerminationReason": "types",
-    "Trajectory": "types",
-    "evaluator": "flow",
-    "rollout": "flow",
-}
+_HOMES = ("types", "config", "flow", "agent_trainer")  # where the public names live, the lightest module first
 
 __all__ = [
     "AgentConfig",
@@ -96,11 +82,12 @@ set_too_late: tuple[str, ...] = tuple(sorted(_missing)) if "torch" in sys.module
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

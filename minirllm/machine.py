@@ -13,28 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from minirllm import set_too_late
+
 PACKAGES = (
-    "minirllm",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "peft",
-    "safetensors",
-    "numpy",
-    "starlette",
-    "uvicorn",
-    "httpx",
-    "anyio",
-    "datasets",
-)
+    "minirllm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "starlette", "uvicorn", "httpx",
+    "anyio", "datasets",
+)  # fmt: skip
 ENVIRONMENT = (
-    "MKL_CBWR",
-    "GOMP_SPINCOUNT",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
+    "MKL_CBWR", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUBLAS_WORKSPACE_CONFIG",
-)
+)  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
@@ -53,6 +41,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "packages": versions,
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "set_too_late": list(set_too_late),
         "commit": _commit(),
     }
 
@@ -71,11 +60,9 @@ def _commit() -> str | None:
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
         return None
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        status = subprocess.run(
-            ["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(describe, cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):  # no git
         return None
-    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "") if commit.returncode == 0 else None
+    return done.stdout.strip() or None
