@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "minirllm"  # the name under which transformers finds `_attention`
@@ -35,31 +36,23 @@ class Layout(Protocol):
     """Which keys each of the T packed tokens attends to."""
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         """Returns ``[T, H, D]``. `window` is the sliding window of this layer, in tokens, or None."""
 
 
-def additive(visible: torch.Tensor) -> torch.Tensor:
+def additive(visible: Tensor) -> Tensor:
     """0 for a visible key, -inf for another. Adding these is 30 times faster than filling by a boolean (CPU)."""
     return torch.where(visible, 0.0, float("-inf"))
 
 
-def weigh(q_BRD: torch.Tensor, k_BLD: torch.Tensor, mask_BRL: torch.Tensor, scaling: float) -> torch.Tensor:
+def weigh(q_BRD: Tensor, k_BLD: Tensor, mask_BRL: Tensor, scaling: float) -> Tensor:
     """The attention weights, ``[B, R, L]`` in fp32: softmax over the keys that the `additive` mask leaves."""
     scores_BRL = torch.matmul(q_BRD * scaling, k_BLD.transpose(1, 2))
     return F.softmax(scores_BRL.add_(mask_BRL), -1, dtype=torch.float32)
 
 
-def tiled(
-    q_BRD: torch.Tensor, k_BLD: torch.Tensor, v_BLD: torch.Tensor, visible_BRL: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def tiled(q_BRD: Tensor, k_BLD: Tensor, v_BLD: Tensor, visible_BRL: Tensor, scaling: float) -> Tensor:
     """Softmax attention, L a multiple of TILE, R of ROW_MULTIPLE.
 
     `visible` broadcasts to ``[B, R, L]``; a boolean, or `additive` of one, which spares a caller with many layers the
@@ -73,18 +66,14 @@ def tiled(
     return out_BRD
 
 
-def attend_span(
-    q_HnD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, scaling: float, window: int | None = None
-) -> torch.Tensor:
+def attend_span(q_HnD: Tensor, k_KLD: Tensor, v_KLD: Tensor, scaling: float, window: int | None = None) -> Tensor:
     """n consecutive queries over the L keys of their path, the last n of which are theirs. Returns ``[n, H, D]``."""
     (H, n, _), (K, L, _) = q_HnD.shape, k_KLD.shape
     blocks = blocks_of(n, L, H // K, window, q_HnD.device)
     return attend_blocks(q_HnD, _whole_tiles(k_KLD, [(0, L)]), _whole_tiles(v_KLD, [(0, L)]), blocks, scaling)
 
 
-def attend_blocks(
-    q_HnD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, blocks: Iterable[Block], scaling: float
-) -> torch.Tensor:
+def attend_blocks(q_HnD: Tensor, k_KLD: Tensor, v_KLD: Tensor, blocks: Iterable[Block], scaling: float) -> Tensor:
     H, K, out = len(q_HnD), len(k_KLD), []
     for start, end, mask_RL in blocks:
         keys = slice(0, mask_RL.shape[1])
@@ -93,7 +82,7 @@ def attend_blocks(
     return torch.cat(out)
 
 
-Block = tuple[int, int, torch.Tensor]  # first query, end, additive mask [R, whole tiles that the block reaches into]
+Block = tuple[int, int, Tensor]  # first query, end, additive mask [R, whole tiles that the block reaches into]
 
 
 def blocks_of(n: int, L: int, G: int, window: int | None, device: torch.device) -> Iterator[Block]:
@@ -113,19 +102,19 @@ def blocks_of(n: int, L: int, G: int, window: int | None, device: torch.device) 
         yield start, end, F.pad(additive(visible_bL).repeat(G, 1), (0, 0, 0, pad))  # a pad row sees every key
 
 
-def _rows(x_HnD: torch.Tensor, K: int) -> torch.Tensor:
+def _rows(x_HnD: Tensor, K: int) -> Tensor:
     """``[H, n, D]`` as ``[K, R, D]``: query heads of one key head one below the other, R padded to a row multiple."""
     x_KRD = x_HnD.reshape(K, -1, x_HnD.shape[-1])
     pad = -x_KRD.shape[1] % ROW_MULTIPLE
     return F.pad(x_KRD, (0, 0, 0, pad)) if pad else x_KRD
 
 
-def _heads(x_KRD: torch.Tensor, H: int, n: int) -> torch.Tensor:
+def _heads(x_KRD: Tensor, H: int, n: int) -> Tensor:
     """The inverse of `_rows`."""
     return x_KRD[:, : H // len(x_KRD) * n].reshape(H, n, -1)
 
 
-def _whole_tiles(x_KTD: torch.Tensor, path: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _whole_tiles(x_KTD: Tensor, path: Sequence[tuple[int, int]]) -> Tensor:
     """The tokens of a path one after the other, zeros up to a whole tile. No copy when they lie like that already."""
     length = sum(end - start for start, end in path)
     if len(path) == 1 and length % TILE == 0:
@@ -150,14 +139,8 @@ class ForestLayout:
         return self._blocks[end - start, L, G, window]
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         return _Forest.apply(q_HTD, k_KTD, v_KTD, self, scaling, window)
 
 
@@ -171,13 +154,13 @@ class _Forest(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
         layout: ForestLayout,
         scaling: float,
         window: int | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(q_HTD, k_KTD, v_KTD)
         ctx.rest = layout, scaling, window
         out_THD = q_HTD.new_empty(q_HTD.shape[1], len(q_HTD), v_KTD.shape[2])
@@ -188,7 +171,7 @@ class _Forest(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (q_HTD, k_KTD, v_KTD), (layout, scaling, window) = ctx.saved_tensors, ctx.rest
         dout_HTD = gradients[0].transpose(0, 1)
         dq_HTD, dk_KTD, dv_KTD = torch.empty_like(q_HTD), torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
@@ -216,13 +199,13 @@ class _Forest(torch.autograd.Function):
 
 def _attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     scaling: float,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """What transformers calls, with ``[1, heads, T, D]``. The layout travels as a keyword through the model."""
     layout: Layout = kwargs["layout"]
     out_THD = layout.attend(module.layer_idx, query[0], key[0], value[0], scaling, kwargs.get("sliding_window"))

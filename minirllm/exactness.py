@@ -9,34 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from minirllm import attention
 
 ROW_MULTIPLES = (4, 8, 16)  # tried in this order; larger ones cost more padding
 PROMPT, BRANCHES = attention.TILE + 21, (9, 1, 2, 5, 14)  # token counts: the prompt crosses a tile edge
 
-Forward = Callable[
-    [torch.Tensor, torch.Tensor, attention.Layout], torch.Tensor
-]  # (token_T, position_T, layout) -> hidden [T, E]
-Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [N, E] -> logits [N, V]
+Forward = Callable[[Tensor, Tensor, attention.Layout], Tensor]  # (token_T, position_T, layout) -> hidden [T, E]
+Head = Callable[[Tensor], Tensor]  # hidden [N, E] -> logits [N, V]
 
 
 class _Cached:
     """Several sequences decoded one token each: keys of the past are kept per layer and per sequence."""
 
     def __init__(self, sequences: int):
-        self.keys: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(sequences)]
+        self.keys: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(sequences)]
         self.counts: Sequence[int] = ()  # new tokens of each sequence in this forward
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         out, at = [], 0
         for past, count in zip(self.keys, self.counts, strict=True):
             k, v = k_KTD[:, at : at + count], v_KTD[:, at : at + count]

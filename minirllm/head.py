@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minirllm import attention
 
@@ -29,43 +30,39 @@ class Head:
         self.linear, self.softcap = linear, softcap
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """``[V, E]``."""
         weight = self.linear.weight
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, Tensor)
         return weight
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """``[V]`` or None."""
         bias = getattr(self.linear, "bias", None)
-        assert bias is None or isinstance(bias, torch.Tensor)
+        assert bias is None or isinstance(bias, Tensor)
         return bias
 
-    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_NE: Tensor) -> Tensor:
         """``[N, V]`` in fp32; the product has a multiple of `attention.ROW_MULTIPLE` rows."""
         N = hidden_NE.shape[0]
         padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % attention.ROW_MULTIPLE)).float()
         logits_NV = F.linear(padded_NE, self.weight.float(), None if self.bias is None else self.bias.float())[:N]
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
-    def score(
-        self, hidden_NE: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, hidden_NE: Tensor, token_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each token, differentiable, and entropy in nats, not; ``[N]`` each."""
         logprob_N, entropy_N = _Score.apply(hidden_NE, self.weight, self.bias, self, token_N, temperature_N)
         return logprob_N, entropy_N
 
 
-def logprobs(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+def logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     """Log-softmax after temperature, ``[N, V]``. Temperature 0 reads as 1."""
     divisor_N = torch.where(temperature_N > 0, temperature_N, torch.ones_like(temperature_N))
     return F.log_softmax(logits_NV / divisor_N[:, None], -1)
 
 
-def _slope(
-    head: Head, logits_NV: torch.Tensor, logprob_NV: torch.Tensor, token_N: torch.Tensor, temperature_N: torch.Tensor
-) -> torch.Tensor:
+def _slope(head: Head, logits_NV: Tensor, logprob_NV: Tensor, token_N: Tensor, temperature_N: Tensor) -> Tensor:
     """d logprob(token) / d (W h + b), ``[N, V]``; overwrites `logprob_NV`."""
     slope_NV = logprob_NV.exp_().neg_()
     slope_NV[torch.arange(len(token_N), device=token_N.device), token_N] += 1
@@ -79,13 +76,13 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_NE: torch.Tensor,
-        weight_VE: torch.Tensor,
-        bias_V: torch.Tensor | None,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
         head: Head,
-        token_N: torch.Tensor,
-        temperature_N: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_N: Tensor,
+        temperature_N: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         logprob, entropy, slope = [], [], []
         for at in range(0, len(token_N), CHUNK):
             rows = slice(at, at + CHUNK)
@@ -103,7 +100,7 @@ class _Score(torch.autograd.Function):
         return torch.cat(logprob), entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad_N = gradients[0]
         hidden_NE, token_N, temperature_N, slope_NE = ctx.saved_tensors
         grad_hidden_NE = None if slope_NE is None else grad_N[:, None].to(slope_NE.dtype) * slope_NE

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from minirllm import attention, exactness, head
@@ -42,14 +43,8 @@ class _Padded:
         self.layout, self.tokens = layout, tokens
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         T = self.tokens
         out = self.layout.attend(layer, q_HTD[:, :T], k_KTD[:, :T], v_KTD[:, :T], scaling, window)
         return F.pad(out, (0, 0, 0, 0, 0, q_HTD.shape[1] - T))
@@ -98,7 +93,7 @@ class Policy:
         """Every forward and head product has a multiple of this many rows."""
         return attention.ROW_MULTIPLE
 
-    def hidden(self, token_T: torch.Tensor, position_T: torch.Tensor, layout: attention.Layout) -> torch.Tensor:
+    def hidden(self, token_T: Tensor, position_T: Tensor, layout: attention.Layout) -> Tensor:
         """One packed forward of the decoder. Returns ``[T, E]``."""
         T = len(token_T)
         pad = -T % self.row_multiple
@@ -112,16 +107,16 @@ class Policy:
             use_cache=False,
         ).last_hidden_state[0, :T]
 
-    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_NE: Tensor) -> Tensor:
         """The head, in fp32. Returns ``[N, V]``."""
         return self._head.logits(hidden_NE)
 
     @staticmethod
-    def logprobs(logits_NV: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
+    def logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
         """Log-softmax after temperature, ``[N, V]``: the same in sampler and trainer. Temperature 0 is 1."""
         return head.logprobs(logits_NV, temperature_N)
 
-    def score(self, forest: Forest, reference: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, forest: Forest, reference: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, else 0.
 
         The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without

@@ -21,6 +21,7 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minirllm import attention
 from minirllm.attention import Layout
@@ -33,14 +34,8 @@ class Shapes:
     layers: dict[int, tuple[tuple[int, int], tuple[int, int], torch.dtype]] = field(default_factory=dict)
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         self.layers[layer] = ((k_KTD.shape[0], k_KTD.shape[2]), (v_KTD.shape[0], v_KTD.shape[2]), k_KTD.dtype)
         return attention.attend_span(q_HTD, k_KTD, v_KTD, scaling, window)
 
@@ -58,8 +53,8 @@ class SlotCache:
     def __init__(self, shapes: Shapes, slots: int, capacity: int, device: torch.device):
         assert capacity % attention.TILE == 0, capacity
         self.slots, self.capacity, self.device = slots, capacity, device
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         for layer, ((K, D), (_, value_size), dtype) in shapes.layers.items():
             self.keys[layer] = _zeros((slots, K, D, capacity), dtype, device)
             self.values[layer] = _zeros((slots, K, capacity, value_size), dtype, device)
@@ -81,13 +76,13 @@ class SlotCache:
         for x in self._parts(slot, self.capacity):
             x.zero_()
 
-    def _parts(self, slot: int, length: int) -> Iterator[torch.Tensor]:
+    def _parts(self, slot: int, length: int) -> Iterator[Tensor]:
         for layer, keys_SKDC in self.keys.items():
             yield keys_SKDC[slot, :, :, :length]
             yield self.values[layer][slot, :, :length]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On the CPU a page of them costs memory only once it is written: most of a slot never is. Huge pages would
     undo that, since each slot touches a little of every one; numpy and torch ask for them."""
     if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
@@ -110,9 +105,9 @@ class Decode:
     def __init__(
         self,
         cache: SlotCache,
-        slot_R: torch.Tensor,
-        position_R: torch.Tensor,
-        write_R: torch.Tensor,
+        slot_R: Tensor,
+        position_R: Tensor,
+        write_R: Tensor,
         reach: Sequence[tuple[int, int]],
     ):
         self.cache, self.slot_R, self.position_R, self.write_R = cache, slot_R, position_R, write_R
@@ -120,17 +115,11 @@ class Decode:
         self.reach = [(a - self.first, b - self.first) for a, b in reach]
         self.compact = self.width == len(slot_R)  # rows are in slot order: no idle slot in between
         self.offset_R = slot_R - self.first
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         """The arithmetic of `attention.tiled`, to the bit."""
         (H, R, D), K, W = q_HTD.shape, len(k_KTD), self.width
         keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
@@ -149,7 +138,7 @@ class Decode:
         out_WKGD = out_BGD.view(W, K, -1, out_BGD.shape[-1])[:, :, :G]
         return (out_WKGD if self.compact else out_WKGD[self.offset_R]).reshape(R, H, -1)
 
-    def _weigh(self, q_WKGD: torch.Tensor, keys_BDC: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _weigh(self, q_WKGD: Tensor, keys_BDC: Tensor, window: int | None) -> Tensor:
         """Softmax over the visible keys, ``[B, G, L]``."""
         W, K, G, D = q_WKGD.shape
         q_BGD, L = q_WKGD.view(W * K, G, D), len(self.reach) * attention.TILE
@@ -161,7 +150,7 @@ class Decode:
             scores_BGL[rows, :, keys] += torch.bmm(q_BGD[rows], keys_BDC[rows, :, keys])
         return F.softmax(scores_BGL, -1, dtype=torch.float32)
 
-    def _mask(self, L: int, window: int | None) -> torch.Tensor:
+    def _mask(self, L: int, window: int | None) -> Tensor:
         """``[W, 1, L]``, to add: which keys each row sees. An idle slot sees its first key."""
         position_W = self.position_R
         if not self.compact:
@@ -182,14 +171,8 @@ class Prefill:
         self._blocks: dict[int | None, list[attention.Block]] = {}
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         (H, n, _), K = q_HTD.shape, len(k_KTD)
         keys_KDC, values_KCD = self.cache.keys[layer][self.slot], self.cache.values[layer][self.slot]
         keys_KDC[:, :, self.own] = k_KTD.transpose(1, 2)
@@ -206,14 +189,8 @@ class Packed:
         self.parts = parts
 
     def attend(
-        self,
-        layer: int,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         out, at = [], 0
         for tokens, part in self.parts:
             own = slice(at, at + tokens)
