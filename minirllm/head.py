@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirllm import attention
 
@@ -26,22 +26,18 @@ CHUNK = 512  # rows of logits alive at once: 512 x 49,152 x 4 bytes = 100 MB
 class Head:
     """A linear head, with its bias and final soft cap if the model has them."""
 
-    def __init__(self, linear: torch.nn.Module, softcap: float | None):
+    def __init__(self, linear: nn.Linear, softcap: float | None):
         self.linear, self.softcap = linear, softcap
 
     @property
     def weight(self) -> Tensor:
         """``[V, E]``."""
-        weight = self.linear.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.linear.weight
 
     @property
     def bias(self) -> Tensor | None:
         """``[V]`` or None."""
-        bias = getattr(self.linear, "bias", None)
-        assert bias is None or isinstance(bias, Tensor)
-        return bias
+        return self.linear.bias
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """``[N, V]`` in fp32; the product has a multiple of `attention.ROW_MULTIPLE` rows."""

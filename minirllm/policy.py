@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,9 +59,11 @@ class Policy:
         self.tokenizer, self.config = tokenizer, config
         self.device = next(model.parameters()).device
         self.version = 0
-        small = (
-            sum(p.numel() for p in model.parameters()) < 20_000_000
-        )  # there, waking a second thread costs more than it brings
+        self._mask = torch.ones(
+            1, 1, 1, 1, dtype=torch.bool, device=self.device
+        )  # given, so that none is built; unread
+        # in a small model, waking a second thread costs more than it brings
+        small = sum(p.numel() for p in model.parameters()) < 20_000_000
         self.threads = config.threads or (1 if small else min(2, os.cpu_count() or 1))
         self._lane = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(self.threads,))
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", config.max_context))
@@ -71,9 +73,8 @@ class Policy:
         softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self._decoder, self._head = base.get_decoder(), head.Head(base.get_output_embeddings(), softcap)
         self.vocab_size = int(self._head.weight.shape[0])
-        self._reference = (
-            self._lane.submit(self._frozen_copy).result() if config.kl_beta and not config.lora_rank else None
-        )
+        copied = config.kl_beta and not config.lora_rank
+        self._reference = self._lane.submit(self._frozen_copy).result() if copied else None
         self.level = self._lane.submit(self._probe).result()
 
     # -- the device lane ------------------------------------------------------------------------------------------
@@ -100,9 +101,7 @@ class Policy:
         return self._decoder(
             input_ids=F.pad(token_T, (0, pad))[None],
             position_ids=F.pad(position_T, (0, pad))[None],
-            attention_mask=torch.ones(
-                1, 1, 1, 1, dtype=torch.bool, device=self.device
-            ),  # given so that none is built; never read
+            attention_mask=self._mask,
             layout=_Padded(layout, T) if pad else layout,
             use_cache=False,
         ).last_hidden_state[0, :T]
@@ -127,10 +126,9 @@ class Policy:
         parent_N = torch.from_numpy(forest.parent_T).to(self.device)[at_N]
         temperature_N = torch.from_numpy(forest.temperature_T).to(self.device)[at_N]
         assert len(at_N) == 0 or int(parent_N.min()) >= 0, "a trained token without a parent cannot be scored"
-        with self.frozen() if reference else _no_change():
+        with self.frozen() if reference else nullcontext():
             hidden_TE = self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))
-            logprob_T = torch.zeros(len(token_T), device=self.device)
-            entropy_T = torch.zeros(len(token_T), device=self.device)
+            logprob_T, entropy_T = torch.zeros(2, len(token_T), device=self.device)
             if len(at_N):
                 logprob_N, entropy_N = self._head.score(hidden_TE[parent_N], token_T[at_N], temperature_N)
                 logprob_T, entropy_T = logprob_T.index_put((at_N,), logprob_N), entropy_T.index_put((at_N,), entropy_N)
@@ -184,20 +182,13 @@ class Policy:
         model.eval()  # no dropout, ever: the sampler and the trainer are one function
         if not config.lora_rank:
             return model.requires_grad_(True)
-        targets: str | list[str] = (
-            config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.split(",")
-        )
+        names = config.lora_targets
+        targets = names if names == "all-linear" else names.split(",")
         lora = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            target_modules=targets,
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
         )
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
-            )  # peft's own use
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by peft
             torch.manual_seed(config.seed)
             try:
                 return get_peft_model(model, lora).eval()
@@ -234,8 +225,7 @@ class Policy:
         position_T = torch.arange(8, device=self.device)
         layout = attention.ForestLayout([[(0, 8)]])
         try:
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-            inputs = {"input_ids": ids_T[None], "position_ids": position_T[None], "attention_mask": mask}
+            inputs = {"input_ids": ids_T[None], "position_ids": position_T[None], "attention_mask": self._mask}
             want_TV = self.model(**inputs, layout=layout, use_cache=False).logits[0]
         except (KeyError, TypeError) as error:
             raise ModelError(
@@ -256,9 +246,8 @@ class Policy:
         if wanted != "fixed" and self.device.type == "cpu" and next(self.model.parameters()).dtype == torch.float32:
             exact = self._find_row_multiple() is not None
         if wanted == "exact" and not exact:
-            raise ConfigError(
-                "determinism = exact: on this machine bits depend on the batch shape; use determinism = fixed or auto."
-            )
+            why = "on this machine bits depend on the batch shape"
+            raise ConfigError(f"determinism = exact: {why}; use determinism = fixed or auto.")
         return "exact" if exact else "fixed"
 
     def _find_row_multiple(self) -> int | None:
@@ -276,11 +265,6 @@ class Policy:
             self._decoder.layers = layers
             for parameter in adapter:
                 parameter.zero_()
-
-
-@contextmanager
-def _no_change() -> Iterator[None]:
-    yield
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
