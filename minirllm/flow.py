@@ -1,7 +1,7 @@
-"""What a user writes, made into what the runner runs: the decorators, the accepted return types, the task file.
+"""What a user writes, made into what the runner runs: the decorators, the task file.
 
-Owns: `@rollout`, `@evaluator`, `as_episode` and `verdict` (what their functions may return), `load_task` (finding a
-task file and checking that it is whole). Does not know: models, HTTP, how an episode is run.
+Owns: `@rollout`, `@evaluator`, `load_task` (finding a task file and checking that it is whole). Does not know: models,
+HTTP, how an episode is run, what the functions may return (returns.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import math
-import numbers
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -23,8 +21,8 @@ from types import ModuleType
 from typing import Any, overload
 
 from minirllm.config import FIELDS, Config, nearest
-from minirllm.errors import GradingError, TaskError
-from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task, TerminationReason, Trajectory
+from minirllm.errors import TaskError
+from minirllm.types import AgentConfig, Episode, Task
 
 TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered under this name
 DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task.metadata`
@@ -123,54 +121,6 @@ def _takes_dict(fn: Callable[..., Any]) -> bool:
     kind = first.annotation
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     return first.name in DICT_NAMES or name.partition("[")[0] in ("dict", "Dict", "typing.Dict")
-
-
-def as_episode(result: Any) -> Episode:
-    """What an agent returned, as an Episode with at least one trajectory. Raises TypeError naming any other type."""
-    if isinstance(result, Episode):
-        episode = result
-    elif isinstance(result, Trajectory):
-        episode = Episode(trajectories=[result])
-    elif isinstance(result, list):
-        episode = Episode(trajectories=result)
-    elif isinstance(result, str):
-        episode = Episode(trajectories=[Trajectory(output=result)], artifacts={"answer": result})
-    elif result is None:
-        episode = Episode()
-    else:
-        raise TypeError(
-            f"an agent returns None, str, Trajectory, list[Trajectory] or Episode, not {type(result).__name__}"
-        )
-    for trajectory in episode.trajectories:
-        if not isinstance(trajectory, Trajectory):
-            raise TypeError(f"trajectories are Trajectory objects, got {type(trajectory).__name__}")
-    episode.trajectories = list(episode.trajectories) or [Trajectory()]
-    if episode.termination_reason is TerminationReason.UNKNOWN:
-        episode.termination_reason = TerminationReason.ENV_DONE
-    return episode
-
-
-def verdict(value: Any) -> EvalOutput:
-    """What an evaluator returned, as a checked EvalOutput. Raises GradingError with a sentence for anything else."""
-    if value is None:
-        return EvalOutput(reward=None, reason="evaluator returned None")
-    if isinstance(value, EvalOutput):
-        reward = None if value.reward is None else _finite(value.reward, "reward")
-        signals = [Signal(s.name, _finite(s.value, f"signal {s.name!r}"), s.metadata) for s in value.signals]
-        reason = value.reason or ("evaluator gave no reward and no reason" if reward is None else "")
-        return EvalOutput(reward, bool(value.is_correct), signals, value.metadata, reason)
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], bool | int):
-        return EvalOutput(_finite(value[0], "reward"), bool(value[1]))
-    reward = _finite(value, "reward")
-    return EvalOutput(reward, reward >= 1.0)
-
-
-def _finite(value: Any, what: str) -> float:
-    if not isinstance(value, numbers.Real):
-        raise GradingError(f"evaluator must return EvalOutput, a number, a bool or (number, bool): {what} is {value!r}")
-    if not math.isfinite(value):
-        raise GradingError(f"evaluator must return a finite {what}, got {float(value)}")
-    return float(value)
 
 
 def one_line(error: BaseException, path: Path | str | None = None) -> str:

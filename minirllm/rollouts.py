@@ -30,7 +30,8 @@ from urllib.parse import quote
 
 from minirllm.config import Config
 from minirllm.errors import GradingError, GradingTimeout, UserError
-from minirllm.flow import AgentFlow, Evaluator, as_episode, one_line, verdict
+from minirllm.flow import AgentFlow, Evaluator, one_line
+from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
 from minirllm.session import Session, Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
@@ -162,8 +163,7 @@ class Runner:
 
         async def work() -> Episode:
             try:
-                result = self.flow(task, config) if self.flow.is_async else await _in_thread(self.flow, task, config)
-                return as_episode(await result if inspect.isawaitable(result) else result)
+                return as_episode(await _call(self.flow, task, config))
             except (Exception, SystemExit) as error:
                 why = next((reason for code, reason in REFUSED.items() if code in str(error)), TerminationReason.ERROR)
                 return _failed(why, "agent failed: " + one_line(error, _file(self.flow.fn)))
@@ -177,6 +177,7 @@ class Runner:
         """Fills in the verdict, or why there is none."""
         try:
             output = await self._verdict(task, episode, deadline)
+            rewards = trajectory_rewards(episode)  # the evaluator may have set them
         except GradingError as error:
             timed_out = isinstance(error, GradingTimeout)
             episode.termination_reason = (
@@ -190,8 +191,8 @@ class Runner:
         if output.reward is None:
             episode.termination_reason, episode.reason = TerminationReason.GRADING_ERROR, output.reason
             return
-        for trajectory in episode.trajectories:
-            trajectory.reward = output.reward if trajectory.reward is None else float(trajectory.reward)
+        for trajectory, reward in zip(episode.trajectories, rewards, strict=True):
+            trajectory.reward = output.reward if reward is None else reward
 
     async def _verdict(self, task: Task, episode: Episode, deadline: Deadline) -> EvalOutput:
         if self.graders is not None:
@@ -201,8 +202,7 @@ class Runner:
 
         async def work() -> EvalOutput:
             try:
-                value = grader(task, episode) if grader.is_async else await _in_thread(grader, task, episode)
-                return verdict(await value if inspect.isawaitable(value) else value)
+                return verdict(await _call(grader, task, episode))
             except GradingError:
                 raise
             except (Exception, SystemExit) as error:
@@ -239,6 +239,18 @@ async def _within(work: Any, seconds: float) -> Any:
     raise TimeoutError
 
 
+async def _call(fn: AgentFlow | Evaluator, *args: Any) -> Any:
+    """What the user's function returns, wherever it runs. A CancelledError of its own making is an error like any."""
+    try:
+        result = fn(*args) if fn.is_async else await _in_thread(fn, *args)
+        return await result if inspect.isawaitable(result) else result
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # ours: the deadline, or the end of the run
+            raise
+        raise RuntimeError(f"CancelledError: {error}").with_traceback(error.__traceback__) from None
+
+
 def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
     """Call `fn` in a thread of its own, not a pool's: one that hangs must hold no slot and not stop the exit."""
     loop = asyncio.get_running_loop()
@@ -257,10 +269,11 @@ def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         failure: BaseException | None = None
         try:
             result = fn(*args)
-        except (Exception, SystemExit) as error:  # carried to the loop, where it is raised again
+        except BaseException as error:  # carried to the loop, where it is raised again
             failure = error
-            if isinstance(error, StopIteration):  # which a future cannot hold
-                failure = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+            if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
+                # the future could not hold it, or it would end the loop
+                failure = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -156,7 +156,14 @@ async def test_an_agent_that_never_calls_is_an_error_that_says_so(place: Place) 
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("bad\nthing"), SystemExit(2), StopIteration("StopIteration"), TimeoutError("mine")]
+    "error",
+    [
+        ValueError("bad\nthing"),
+        SystemExit(2),
+        StopIteration("StopIteration"),
+        TimeoutError("mine"),
+        asyncio.CancelledError("CancelledError"),
+    ],
 )
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_whatever_an_agent_raises_becomes_a_reason(place: Place, error: BaseException, is_async: bool) -> None:
@@ -173,6 +180,13 @@ async def test_whatever_an_agent_raises_becomes_a_reason(place: Place, error: Ba
     assert "rollouts.py line" in episode.reason
     assert "\n" not in episode.reason
     assert len(episode.trajectories[0].steps) == int(is_async)
+
+
+async def test_an_interrupt_in_a_thread_is_the_agents_own(place: Place) -> None:
+    def agent(task: Task, config: AgentConfig) -> None:
+        raise KeyboardInterrupt("now")
+
+    assert "KeyboardInterrupt: now" in (await place.run(agent)).reason
 
 
 async def test_an_error_is_tried_again_with_another_session_key_and_seed(place: Place) -> None:
@@ -248,12 +262,13 @@ async def test_one_deadline_for_agent_and_grader(place: Place) -> None:
         (None, "evaluator returned None"),
         (EvalOutput(None, True, reason="judge is down"), "judge is down"),
         (KeyError("answer"), "evaluator failed: KeyError: 'answer' (test_rollouts.py line"),
+        (asyncio.CancelledError("x"), "evaluator failed: RuntimeError: CancelledError: x (test_rollouts.py line"),
     ],
 )
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_no_reward_is_none_with_a_reason(place: Place, value: Any, sentence: str, is_async: bool) -> None:
     def sync(task: Task, episode: Episode) -> Any:
-        if isinstance(value, Exception):
+        if isinstance(value, BaseException):
             raise value
         return value
 
@@ -264,6 +279,35 @@ async def test_no_reward_is_none_with_a_reason(place: Place, value: Any, sentenc
     assert (episode.termination_reason, episode.reward) == (TerminationReason.GRADING_ERROR, None)
     assert (episode.is_correct, episode.trajectories[0].reward) == (False, None)
     assert sentence in episode.reason
+
+
+def grade_roles(task: Task, episode: Episode) -> float:
+    """As rLLM's evaluators do: each trajectory has a reward of its own."""
+    for trajectory in episode.trajectories:
+        trajectory.reward = {"judge": 0.25, "broken": float("nan")}.get(trajectory.name)
+    return 1.0
+
+
+@evaluator
+def top_level(task: Task, episode: Episode) -> float:
+    return grade_roles(task, episode)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process: bool) -> None:
+    async def roles(task: Task, config: AgentConfig) -> list[Trajectory]:
+        return [Trajectory(name, [await chat(config, USER)]) for name in ("solver", "judge", *task.metadata)]
+
+    runner = place.runner(roles, top_level if in_process else lambda task, episode: grade_roles(task, episode))
+    assert (runner.graders is not None) == in_process
+    try:
+        episode = await runner.run(Task("t"))
+        broken = await runner.run(Task("t", metadata={"broken": 1}))
+    finally:
+        await runner.close()
+    assert (episode.reward, [t.reward for t in episode.trajectories]) == (1.0, [1.0, 0.25])
+    assert (broken.termination_reason, broken.reward) == (TerminationReason.GRADING_ERROR, None)
+    assert "reward of trajectory 'broken', got nan" in broken.reason
 
 
 GRADER = """

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from minirllm.errors import GradingError, GradingTimeout, TaskError
-from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path, one_line, verdict
+from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path, one_line
+from minirllm.returns import trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Task
 
 HEADER = 8  # bytes: the length of the frame that follows, big-endian
@@ -67,7 +68,7 @@ class Graders:
         self.reaping: set[asyncio.Task[int]] = set()
 
     async def grade(self, task: Task, episode: Episode, deadline: float, timeout: float | None = None) -> EvalOutput:
-        """The verdict on `episode` (sent without its token tree).
+        """The verdict on `episode` (sent without its token tree), whose trajectories get the rewards it was given.
 
         `deadline` (seconds from now) covers everything, `timeout` only the evaluator itself, once a worker is ready.
         Raises GradingTimeout, or GradingError with the reason. When cancelled, the worker is killed.
@@ -83,6 +84,8 @@ class Graders:
             raise GradingTimeout(f"evaluator was stopped at the episode's deadline, after {deadline:.3g} s") from None
         if "error" in reply:
             raise GradingError(reply["error"])
+        for trajectory, reward in zip(episode.trajectories, reply.pop("trajectory_rewards"), strict=False):
+            trajectory.reward = reward
         return EvalOutput(**{**reply, "signals": [Signal(**signal) for signal in reply["signals"]]})
 
     async def _ask(self, request: bytes, timeout: float | None) -> dict[str, Any]:
@@ -195,7 +198,8 @@ def _load(where: Reference) -> Evaluator:
 
 def _verdict(grade: Evaluator, request: bytes) -> dict[str, Any]:
     task, episode = pickle.loads(request)
-    return dataclasses.asdict(verdict(grade(task, episode)))
+    output = verdict(grade(task, episode))
+    return {**dataclasses.asdict(output), "trajectory_rewards": trajectory_rewards(episode)}
 
 
 def _guarded(work: Callable[[], dict[str, Any]], path: str, what: str) -> dict[str, Any]:
