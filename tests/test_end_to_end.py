@@ -25,6 +25,7 @@ from minirllm.errors import ConfigError, TaskError
 from minirllm.log import read_metrics
 from minirllm.store import EpisodeStore
 
+pytestmark = pytest.mark.timeout(900)  # several whole runs each, on a machine that may be busy
 TASK = str(Path(__file__).with_name("delayed.py"))
 
 
