@@ -27,15 +27,14 @@ class CheckpointError(UserError):
 
 
 class RequestError(Exception):
-    """A model call was malformed: HTTP 400 with `message`; `param` names the field."""
+    """A model call was malformed: HTTP 400, or `status`, with `message`; `param` names the field."""
 
     status = 400
     code: str | None = None
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, status: int | None = None):
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message, self.param, self.status = message, param, status or self.status
 
 
 class ContextOverflow(RequestError):

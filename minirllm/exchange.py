@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from minirllm.dialects import AnswerStream, Dialect
+from minirllm.dialects.fields import no_constant
 from minirllm.errors import RequestError, SessionClosed, TooLarge
 from minirllm.session import Session
 from minirllm.types import Delta, ModelReply, ModelRequest
@@ -35,9 +36,11 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int)
     """The body of a JSON request. Raises RequestError with 413 or 415, ClientGone when it does not arrive."""
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise with_status(415, f"Send JSON with the header 'Content-Type: application/json', not {kind[:100]!r}.")
+        raise RequestError(
+            f"Send JSON with the header 'Content-Type: application/json', not {kind[:100]!r}.", status=415
+        )
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise with_status(415, "Send the body without Content-Encoding: compressed bodies are not supported.")
+        raise RequestError("Send the body uncompressed, without Content-Encoding.", status=415)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_body:
         raise TooLarge(f"The body has {length[:20]} bytes; at most {max_body} are accepted.")
@@ -54,56 +57,27 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int)
 
 
 def decode_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no key twice, nested at most MAX_DEPTH deep. A lone surrogate becomes U+FFFD."""
+    """Strict JSON: UTF-8, no NaN, nested at most MAX_DEPTH deep. A lone surrogate becomes U+FFFD."""
     if not raw.strip():
         raise RequestError("The body is empty: send a JSON object.")
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
+        if isinstance(value, dict | list) and _deeper_than(value, MAX_DEPTH):
+            raise RecursionError
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
     except RecursionError:
         raise RequestError(f"The body is nested more than {MAX_DEPTH} levels deep.") from None
     except ValueError as error:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
-    if _deeper_than(value, MAX_DEPTH):
-        raise RequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
     if b"\\ud" in raw.lower():
         return json.loads(LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)[:100]!r} appears twice")
-    return values
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
-
-
-def with_status(status: int, message: str, code: str | None = None) -> RequestError:
-    """A RequestError answered with another status than 400."""
-    problem = RequestError(message)
-    problem.status, problem.code = status, code
-    return problem
+def _deeper_than(value: dict[str, Any] | list[Any], limit: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_deeper_than(child, limit - 1) for child in inner if isinstance(child, dict | list))
 
 
 class Exchange:
@@ -125,7 +99,7 @@ class Exchange:
     async def run(self, session: Session, request: ModelRequest) -> None:
         """Make the call and send its answer. Raises what the call raises, and ClientGone."""
         if self.stopping:
-            raise with_status(503, SHUTTING_DOWN)
+            raise RequestError(SHUTTING_DOWN, status=503)
         news: asyncio.Queue[Delta | None] = asyncio.Queue()  # None: the call ended or the client left
         on_delta = news.put_nowait if request.stream else None
         self.call = call = asyncio.create_task(session.call(request, on_delta))
@@ -232,6 +206,6 @@ def _result(call: asyncio.Task[ModelReply], stopping: bool) -> ModelReply:
     """The reply; a call that was cancelled from elsewhere becomes an error the client can read."""
     if call.cancelled():
         if stopping:
-            raise with_status(503, SHUTTING_DOWN)
+            raise RequestError(SHUTTING_DOWN, status=503)
         raise SessionClosed("The session was closed while this call was running.")
     return call.result()

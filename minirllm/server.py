@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from minirllm.dialects import DIALECTS, Dialect
 from minirllm.dialects.openai import error as openai_error
 from minirllm.errors import EngineError, RequestError, Unauthorized, UserError
-from minirllm.exchange import ClientGone, Exchange, decode_json, read_body, with_status
+from minirllm.exchange import ClientGone, Exchange, decode_json, read_body
 from minirllm.session import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ MAX_BODY = 16 * 2**20  # bytes
 MAX_HEADERS = 64 * 2**10  # bytes
 KEEP_ALIVE = 5.0  # seconds between events of a silent stream; the most impatient client's timer is 120 s
 IDLE_CONNECTION = 75  # seconds; longer than most clients pool a connection, so that they close first
+INTERNAL = "Internal error; see the server's log."
 SHUTDOWN = 1  # seconds that answers in flight get
 
 
@@ -62,9 +63,8 @@ class Endpoint:
         elif self.serve_session is not None:
             session = self.serve_session()
         else:
-            raise with_status(
-                404, "This server serves sessions only: use the base URL /sessions/ID/v1 that the session was given."
-            )
+            base = "use the base URL /sessions/ID/v1 that the session was given"
+            raise RequestError(f"This server serves sessions only: {base}.", status=404)
         check_key(authorization, session.key)
         return session
 
@@ -86,7 +86,7 @@ class Endpoint:
     def admin(self, request: Request) -> None:
         """Raises unless the request carries the admin key."""
         if not self.admin_key:
-            raise with_status(404, "Admin routes are off: the server was started without an admin key.")
+            raise RequestError("Admin routes are off: the server was started without an admin key.", status=404)
         check_key(request.headers.get("authorization"), self.admin_key)
 
     async def list_sessions(self, request: Request) -> Response:
@@ -104,8 +104,8 @@ class Endpoint:
         if not isinstance(sid, str) or not 0 < len(sid) <= 200:
             raise RequestError("id must be a string of 1 to 200 characters.", "id")
         if sid in self.sessions:
-            raise with_status(409, f"There is already a session {sid!r}.")
-        session = self.sessions.create(sid, key=secrets.token_urlsafe(24))
+            raise RequestError(f"There is already a session {sid!r}.", status=409)
+        session = self.sessions.create(sid)
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{quote(sid, safe='')}/v1"
         return JSONResponse({**describe(session), "key": session.key, "base_url": base_url}, 201)
 
@@ -162,10 +162,10 @@ class ModelRoute:
             await exchange.fail(RequestError(str(problem)))
         except EngineError:
             logger.exception("engine cannot serve %s", scope["path"])
-            await exchange.fail(with_status(503, "The engine cannot serve this call; see the server's log."))
+            await exchange.fail(RequestError("The engine cannot serve this call; see the server's log.", status=503))
         except Exception:
             logger.exception("internal error in %s", scope["path"])
-            await exchange.fail(with_status(500, "Internal error; see the server's log."))
+            await exchange.fail(RequestError(INTERNAL, status=500))
         finally:
             self.endpoint.exchanges.discard(exchange)
 
@@ -181,7 +181,7 @@ async def _http_error(request: Request, problem: Exception) -> Response:
         404: f"There is no route {request.method} {request.url.path[:200]}.",
         405: f"{request.method} is not allowed here.",
     }
-    shaped = with_status(problem.status_code, text.get(problem.status_code, problem.detail))
+    shaped = RequestError(text.get(problem.status_code, problem.detail), status=problem.status_code)
     return JSONResponse(openai_error(shaped), problem.status_code, headers=problem.headers)
 
 
@@ -190,7 +190,7 @@ async def _client_gone(request: Request, problem: Exception) -> Response:
 
 
 async def _internal_error(request: Request, problem: Exception) -> Response:
-    return JSONResponse(openai_error(with_status(500, "Internal error; see the server's log.")), 500)
+    return JSONResponse(openai_error(RequestError(INTERNAL, status=500)), 500)
 
 
 def build_app(

@@ -34,7 +34,6 @@ def deep(levels: int) -> str:
         (b"[1]", "must be a JSON object"),
         (b'{"messages": NaN}', "NaN is not a JSON number"),
         (b'{"temperature": -Infinity}', "-Infinity is not a JSON number"),
-        (b'{"n": 1, "n": 2}', "key 'n' appears twice"),
         (b'{"messages": "\xff\xfe"}', "not valid UTF-8 (byte 14)"),
         (b"\xef\xbb\xbf{}", "not valid JSON"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
@@ -43,7 +42,7 @@ def deep(levels: int) -> str:
         (f'{{"messages": {deep(100_000)}}}'.encode(), "nested more than 64"),
         (b'{"a":' * 100_000, "nested more than 64"),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 async def test_a_bad_body_is_a_400_that_says_why(place: Place, content, said) -> None:
     answer = await place.post(content=content, headers={"Content-Type": "application/json"})

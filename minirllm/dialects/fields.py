@@ -25,6 +25,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def no_constant(name: str) -> Any:
+    """For ``json.loads(parse_constant=...)``: Python reads NaN and Infinity, JSON does not have them."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
 class Fields:
     """A JSON object and where it stands in the request (``messages[2]``)."""
 

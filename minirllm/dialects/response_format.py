@@ -14,7 +14,7 @@ from jsonschema.exceptions import SchemaError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from minirllm.dialects.fields import Fields
+from minirllm.dialects.fields import Fields, no_constant
 from minirllm.errors import RequestError
 from minirllm.types import ModelReply
 
@@ -74,7 +74,7 @@ def error(reply: ModelReply, form: dict[str, Any] | None) -> str | None:
 
 def _broken(text: str, form: dict[str, Any]) -> str | None:
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as problem:
         return f"not JSON: {problem}"
     if form["type"] == "json_object":
@@ -85,7 +85,3 @@ def _broken(text: str, form: dict[str, Any]) -> str | None:
     except (Unresolvable, RecursionError, ValueError, ArithmeticError) as problem:
         return f"the schema cannot be followed: {type(problem).__name__}"
     return None if first is None else f"{first.json_path}: {first.message[:500]}"
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
