@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,11 +22,13 @@ from types import ModuleType
 from typing import Any, overload
 
 from minirllm.config import FIELDS, Config, nearest
-from minirllm.errors import TaskError
+from minirllm.errors import TaskError, UserError
 from minirllm.types import AgentConfig, Episode, Task
 
 TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered under this name
 DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task.metadata`
+LOADING = "Task {} cannot be loaded: "
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHECKOUT = Path(__file__).resolve().parent.parent / "tasks"
 
 
@@ -142,8 +145,8 @@ def check_tasks(tasks: Any, where: str) -> list[Task]:
     for index, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskError(f"{where} must give Task objects, but item {index} is {type(task).__name__}.")
-        if not isinstance(task.id, str) or not task.id:
-            raise TaskError(f"{where}: item {index} has the id {task.id!r}; an id is a non-empty string.")
+        if not isinstance(task.id, str) or not task.id or LONE_SURROGATE.search(task.id):
+            raise TaskError(f"{where}: item {index} has the id {task.id!r}; an id is a non-empty Unicode string.")
         if task.id in seen:
             raise TaskError(
                 f"{where}: items {seen[task.id]} and {index} have the same id {task.id!r}; ids must be unique."
@@ -170,13 +173,18 @@ class TaskModule:
 
     def train(self, config: Config) -> list[Task]:
         """The training tasks, checked."""
-        return check_tasks(self.make_train(config), f"train(config) of task {self.name}")
+        return self._made("train", self.make_train, config)
 
     def held_out(self, config: Config) -> list[Task]:
         """The tasks kept apart for evaluation, checked; none when a trainer was given none."""
         if self.make_held_out is None:
             return []
-        return check_tasks(self.make_held_out(config), f"held_out(config) of task {self.name}")
+        return self._made("held_out", self.make_held_out, config)
+
+    def _made(self, which: str, make: Callable[[Config], Iterable[Task]], config: Config) -> list[Task]:
+        where = f"{which}(config) of task {self.name}"
+        with _Users(f"{where}: ", self.path):
+            return check_tasks(make(config), where)
 
 
 def task_of(agent_flow: Any, grader: Any, train: Any, held_out: Any = None) -> TaskModule:
@@ -212,7 +220,7 @@ def load_task(source: str | Path) -> TaskModule:
         raise TaskError(
             f"There is no task {text!r}{nearest(text, names)}: give one of {', '.join(names)}, or a path ending in .py."
         )
-    with _Loading(module_name):
+    with _Users(LOADING.format(module_name)):
         module = importlib.import_module(module_name)
     if not colon:
         return _task_module(module_name.rpartition(".")[2], vars(module), module)
@@ -241,23 +249,23 @@ def import_path(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    with _Loading(str(path), path):
+    with _Users(LOADING.format(path), path):
         spec.loader.exec_module(module)
     return module
 
 
-class _Loading:
-    """Whatever the user's file raises inside the block becomes a TaskError that says where."""
+class _Users:
+    """Whatever the user's code raises inside the block becomes a TaskError: `prefix`, then what and where in `path`."""
 
-    def __init__(self, where: str, path: Path | None = None):
-        self.where, self.path = where, path
+    def __init__(self, prefix: str, path: Path | None = None):
+        self.prefix, self.path = prefix, path
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TaskError):
-            raise TaskError(f"Task {self.where} cannot be loaded: {one_line(error, self.path)}.") from error
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, UserError):
+            raise TaskError(f"{self.prefix}{one_line(error, self.path)}.") from error
 
 
 def _shipped() -> Any:
@@ -273,14 +281,14 @@ def _find_name(name: str) -> TaskModule | None:
         and _shipped() is not None
         and importlib.util.find_spec(f"minirllm.tasks.{name}") is not None
     ):
-        with _Loading(name):
+        with _Users(LOADING.format(name)):
             module = importlib.import_module(f"minirllm.tasks.{name}")
         return _task_module(name, vars(module), module)
     if name.isidentifier() and (CHECKOUT / f"{name}.py").is_file():
         module = import_path(CHECKOUT / f"{name}.py")
         return _task_module(name, vars(module), module)
     for entry in importlib.metadata.entry_points(group="minirllm.tasks", name=name):
-        with _Loading(f"{name} of {entry.value}"):
+        with _Users(LOADING.format(f"{name} of {entry.value}")):
             loaded = entry.load()
         return _from_object(name, loaded)
     return None

@@ -7,7 +7,7 @@ import pytest
 
 from minirllm import flow
 from minirllm.config import Config
-from minirllm.errors import TaskError
+from minirllm.errors import ConfigError, TaskError
 from minirllm.flow import AgentFlow, Evaluator, evaluator, load_task, rollout
 from minirllm.types import AgentConfig, Episode, Task
 
@@ -150,6 +150,7 @@ def test_a_task_file_may_use_its_neighbours(tmp_path: Path, monkeypatch: pytest.
         ('{"steps": 3}', "1 / 0", r"ZeroDivisionError: division by zero \(mine.py line 4\)"),
         ("@dataclass", "def (", r"SyntaxError: .* \(mine.py line 7\)"),
         ("from dataclasses", "from dataclazzes", "No module named 'dataclazzes'"),
+        ('{"steps": 3}', "__import__('sys').exit(3)", r"SystemExit: 3 \(mine.py line 4\)"),
         (
             "@evaluator",
             "@rollout\nasync def other(task, config): ...\n@evaluator",
@@ -165,6 +166,28 @@ def test_what_is_missing_is_named(tmp_path: Path, old: str, new: str, sentence: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("(config): raise RuntimeError('data broke')", r"RuntimeError: data broke \(mine.py line \d+\)"),
+        ("(config): yield Task('a'); [][1]", r"IndexError: list index out of range \(mine.py line \d+\)"),
+        ("(): return [Task('a')]", r"takes 0 positional arguments but 1 was given"),
+        ("(config): __import__('sys').exit('no data')", r"SystemExit: no data \(mine.py line \d+\)"),
+    ],
+)
+@pytest.mark.parametrize("which", ["train", "held_out"])
+def test_a_dataset_that_fails_is_the_tasks_error(tmp_path: Path, which: str, body: str, sentence: str) -> None:
+    task = load_task(write(tmp_path, f"{WHOLE}\ndef {which}{body}\n"))
+    with pytest.raises(TaskError, match=rf"{which}\(config\) of task mine: .*{sentence}"):
+        getattr(task, which)(Config())
+
+
+def test_an_error_for_the_user_passes_through_a_dataset(tmp_path: Path) -> None:
+    text = "\nfrom minirllm.errors import ConfigError\ndef train(config): raise ConfigError('Say --data.')\n"
+    with pytest.raises(ConfigError, match=r"^Say --data\.$"):
+        load_task(write(tmp_path, WHOLE + text)).train(Config())
+
+
 def test_unknown_names_are_answered_with_known_ones(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"no task 'first_leter' \(did you mean first_letter\?\)"):
         load_task("first_leter")
@@ -178,6 +201,7 @@ def test_unknown_names_are_answered_with_known_ones(tmp_path: Path) -> None:
     ("tasks", "sentence"),
     [
         ([], "gave no tasks"),
+        ([Task("a\ud800")], r"item 0 has the id 'a\\ud800'; an id is"),
         ([Task("a"), Task("b"), Task("a")], "items 0 and 2 have the same id 'a'"),
         ([Task("a"), {"id": "b"}], "item 1 is dict"),
         ([Task("")], "item 0 has the id ''"),

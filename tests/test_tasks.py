@@ -10,7 +10,8 @@ import pytest
 from minirllm.config import FIELDS, Config, load
 from minirllm.errors import TaskError
 from minirllm.evaluate import evaluate
-from minirllm.flow import TaskModule, import_path, load_task, task_names, verdict
+from minirllm.flow import TaskModule, import_path, load_task, task_names
+from minirllm.returns import verdict
 from minirllm.rollouts import Runner
 from minirllm.server import Server, build_app
 from minirllm.session import Sessions
