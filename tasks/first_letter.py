@@ -14,8 +14,8 @@ from minirllm.flow import import_path
 from minirllm.rewards.exact import exact
 
 DEFAULTS = {
-    "model": "smollm2-135m", "steps": 40, "batch_size": 8, "group_size": 8, "lr": 3e-4, "max_tokens": 10,
-    "eval_every": 20, "eval_tasks": 64, "save_every": 20,
+    "model": "smollm2-135m", "steps": 30, "batch_size": 16, "group_size": 8, "lr": 3e-4, "lr_schedule": "linear",
+    "max_tokens": 10, "eval_every": 10, "eval_tasks": 100, "save_every": 10,
 }  # fmt: skip
 words = import_path(Path(__file__).with_name("_words.py"))
 EXAMPLES = ("apple", "house", "river")

@@ -16,8 +16,8 @@ from minirllm.client import chat
 
 SIZE, ENOUGH, GUESSES = 7, 3, 4  # numbers to choose from, guesses that halving needs, guesses allowed
 DEFAULTS = {
-    "model": "smollm2-135m", "steps": 40, "batch_size": 8, "group_size": 8, "lr": 3e-4, "max_tokens": 4,
-    "eval_every": 20, "eval_tasks": 64, "save_every": 20,
+    "model": "smollm2-135m", "steps": 20, "batch_size": 4, "group_size": 8, "lr": 3e-4, "lr_schedule": "linear",
+    "max_tokens": 4, "eval_every": 10, "eval_tasks": 64, "save_every": 10,
 }  # fmt: skip
 EXAMPLE = [
     {"role": "user", "content": "A number from 40 to 46."},
