@@ -11,9 +11,7 @@ to the disk and renamed, so a kill at any moment leaves the previous one.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -24,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from minirllm.errors import CheckpointError
+from minirllm.files import sha256, sync
 from minirllm.policy import Policy
 
 MANIFEST, STATE, OPTIMIZER = "MANIFEST.json", "state.json", "optimizer.safetensors"
@@ -64,7 +63,7 @@ def save(
         if final.exists():  # a resumed run saves this step again: a folder cannot be renamed over another
             final.rename(folder / f".{final.name}.old{PARTIAL}")
         partial.rename(final)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         last = newest(folder)[0]
@@ -101,7 +100,7 @@ def verify(path: Path) -> None:
         for name, digest in files.items():
             if not (path / name).is_file():
                 raise CheckpointError(f"Checkpoint {path} is not whole: {name} is missing.")
-            if _sha256(path / name) != digest:
+            if sha256(path / name) != digest:
                 raise CheckpointError(
                     f"Checkpoint {path} is not whole: the bytes of {name} have changed since it was written."
                 )
@@ -143,10 +142,10 @@ def _write(folder: Path, step: int, policy: Policy, trainer: Stateful, extra: di
     state = {"step": step, "trainer": numbers, "weights_sha256": policy.weights_sha256(), "extra": extra}
     (folder / STATE).write_text(json.dumps(state, indent=1))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    digests = {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
+    digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": digests}, indent=1))
     for path in [*files, folder / MANIFEST, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _sync(path)
+        sync(path)
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
@@ -158,17 +157,3 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 def _remove_partial(folder: Path) -> None:
     for path in folder.glob(f".step_*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

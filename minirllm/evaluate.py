@@ -24,6 +24,7 @@ from typing import Any
 
 from minirllm.config import Config
 from minirllm.errors import UserError
+from minirllm.files import write_whole
 from minirllm.flow import TaskModule
 from minirllm.rollouts import Job, Runner
 from minirllm.stack import serving
@@ -188,13 +189,9 @@ def normal(values: Sequence[float]) -> tuple[float, float]:
 
 def write(folder: Path, result: EvalResult) -> None:
     """``items.jsonl`` and ``summary.json`` in `folder`. Raises UserError when they cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(item(episode), default=str) + "\n" for episode in result.episodes)
-        (folder / "items.jsonl").write_text(lines, encoding="utf-8")
-        (folder / "summary.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot write the evaluation to {folder}: {error.strerror}.") from error
+    lines = (json.dumps(item(episode), default=str) + "\n" for episode in result.episodes)
+    write_whole(folder / "items.jsonl", "".join(lines))
+    write_whole(folder / "summary.json", json.dumps(result.to_dict(), indent=1) + "\n")
 
 
 def item(episode: Episode) -> dict[str, Any]:

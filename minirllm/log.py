@@ -27,6 +27,7 @@ from rich.text import Text
 from minirllm import trackers
 from minirllm.config import Config
 from minirllm.errors import UserError
+from minirllm.files import write_whole
 from minirllm.machine import machine
 
 METRICS, MANIFEST, CONFIG = "metrics.jsonl", "manifest.json", "config.toml"
@@ -256,19 +257,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"Cannot read {path}: it is not a JSON object.")
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file has its old content or all of `text`, whenever the machine stops. Raises UserError when it cannot be."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
 
 def printable(text: str) -> str:

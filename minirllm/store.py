@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from minirllm.errors import CheckpointError
+from minirllm.files import sync
 from minirllm.tree import TokenTree
 from minirllm.types import Episode, Message, Step, Task, TerminationReason, ToolCall, Trajectory
 
@@ -99,11 +100,7 @@ class EpisodeStore:
             except _UNREADABLE:
                 file.truncate(len(raw) - len(last[0]))
             os.fsync(file.fileno())
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(self.folder)
 
 
 def _read(line: bytes) -> Episode:

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "minirllm"
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
     "attention errors machine types",
-    "client config conversation dialects exactness head returns syntaxes tree",
+    "client config conversation dialects exactness files head returns syntaxes tree",
     "algorithms flow models policy store template trackers",
     "batch checkpoint engines log renderer rewards",
     "inflight show trainer",
@@ -46,7 +46,7 @@ OUTSIDE = {
     "starlette": "server",
     "sympy": "rewards",
     "tensorboard": "trackers",
-    "torch": "algorithms attention checkpoint engines exactness head models policy stack trainer",
+    "torch": "algorithms attention checkpoint engines exactness files head models policy stack trainer",
     "trackio": "trackers",
     "transformers": "attention models policy",
     "uvicorn": "server",

@@ -21,6 +21,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from minirllm import models
 from minirllm.attention import IMPLEMENTATION, ForestLayout
 from minirllm.errors import ModelError
+from minirllm.files import sha256
 from minirllm.models import embedded, tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -88,7 +89,7 @@ def test_smollm2_tokenizer(smollm2: models.LoadedModel) -> None:
 
 
 def test_converted_weights_are_those_of_transformers(smollm2: models.LoadedModel) -> None:
-    assert embedded.sha256(smollm2.path / "model.safetensors") == TENSORS_SHA256
+    assert sha256(smollm2.path / "model.safetensors") == TENSORS_SHA256
 
 
 def test_a_damaged_file_is_noticed(smollm2: models.LoadedModel, tmp_path: Path) -> None:
@@ -291,6 +292,7 @@ ASK = """
 import json, sys
 from minirllm import models
 from minirllm.errors import ModelError
+from minirllm.files import sha256
 for name in sys.argv[1:]:
     try:
         loaded = models.load(name)

