@@ -14,6 +14,7 @@ Legend: T packed tokens, N sampled rows, E hidden size, S slots.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class _Request:
     prompt: np.ndarray
     params: SamplingParams
     key: int
+    number: int  # in order of arrival
     future: asyncio.Future[SampledToken]  # the next token
     slot: int = -1
     ready: bool = False  # the last token was looked at and the sequence goes on
@@ -95,7 +97,8 @@ class HFEngine:
         self.max_context = min(config.max_context, policy.max_positions)
         self.vocab_size = policy.vocab_size
         self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []  # in order of admission
+        self._running: list[_Request] = []  # in order of arrival
+        self._numbers = itertools.count()
         self._moves: list[tuple[str, tuple[int, ...]]] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -141,7 +144,7 @@ class HFEngine:
         ending = Ending(params, self.policy.eos_ids, limit, stop)
         temperature, version = effective_temperature(params.temperature), self.policy.version
         future: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
-        request = _Request(np.array(prompt_ids, np.int64), params, key(seed), future)
+        request = _Request(np.array(prompt_ids, np.int64), params, key(seed), next(self._numbers), future)
         tokens: list[SampledToken] = []
         self._waiting.append(request)
         self._wake.set()
@@ -256,10 +259,11 @@ class HFEngine:
         return chunks
 
     def _admit(self) -> None:
-        """First come, first served, but a request waits while another prefills a prefix it can share."""
-        for request in list(self._waiting):
-            if not self._slots.free:
-                return
+        """First come, first served, but a request waits while another prefills a prefix it can share.
+
+        Of those that come together the longest take the lowest slots: attention runs over a range of slots, and so the
+        rows that reach into the later tiles lie side by side, for as long as all grow by one token a step."""
+        for request in sorted(list(self._waiting)[: len(self._slots.free)], key=lambda r: -len(r.prompt)):
             placement = self._slots.place(request.prompt)
             if placement is None:
                 continue
@@ -269,6 +273,7 @@ class HFEngine:
             request.cached = placement.reused
             self._waiting.remove(request)
             self._running.append(request)
+        self._running.sort(key=lambda r: r.number)
 
     def _close_up(self, decode: list[_Request]) -> None:
         """Move rows together when too many idle slots lie between them: attention runs over all from first to last."""
