@@ -153,7 +153,8 @@ class Policy:
         shown = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         try:
-            self.model.save_pretrained(folder)
+            options = {"save_embedding_layers": False} if self.config.lora_rank else {}  # else peft asks the hub
+            self.model.save_pretrained(folder, **options)
         finally:
             if shown:
                 transformers_logging.enable_progress_bar()
