@@ -31,14 +31,8 @@ EVAL = ("model", "seed", "eval_temperature", "max_tokens", "concurrency", "deter
 SERVE = ("model", "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
-FROM_RUN = (
-    "model",
-    "max_context",
-    "history",
-    "lora_rank",
-    "lora_alpha",
-    "lora_targets",
-)  # what a checkpoint only fits with
+# what a checkpoint only fits with
+FROM_RUN = ("model", "max_context", "history", "lora_rank", "lora_alpha", "lora_targets")
 
 
 class _Refusal(click.ClickException):

@@ -82,9 +82,7 @@ class Config:
     )
     slots: int = option(0, "rows decoded together (0 = 32 on CPU, by free memory on CUDA)", 0)
     prefill_chunk: int = option(512, "prompt tokens per prefill forward", 16)
-    threads: int = option(
-        0, "torch CPU threads (0 = 2, or 1 for a model below 20M parameters); bits depend on it", 0
-    )
+    threads: int = option(0, "torch CPU threads (0 = 2, or 1 for a model below 20M parameters); bits depend on it", 0)
     device: str = option("auto", "auto, cpu, cuda")
     # evaluation and saving
     eval_every: int = option(10, "steps between evaluations on held-out tasks (0 = only before and after)", 0)

@@ -90,7 +90,6 @@ async def evaluate(
     tasks: Sequence[Task],
     n: int = 1,
     *,
-    step: int = 0,
     folder: Path | None = None,
     on_done: Callable[[Episode], None] | None = None,
 ) -> EvalResult:
@@ -99,7 +98,7 @@ async def evaluate(
         raise UserError(
             f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts."
         )
-    jobs = [Job(task, index, step, True) for task in tasks for index in range(n)]
+    jobs = [Job(task, index, validation=True) for task in tasks for index in range(n)]
     episodes = await runner.run_many(jobs, on_done)
     result = summarise(episodes, n, runner.config.seed)
     if folder is not None:

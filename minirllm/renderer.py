@@ -35,11 +35,6 @@ class Renderer:
 
     eos_ids: frozenset[int]  # the given ones, the tokenizer's, and the template's ends of an assistant turn
     hidden_ids: frozenset[int]  # special tokens that are no part of an answer's text
-    template_hash: str  # sha256
-    tool_syntax: str  # key of `syntaxes.SYNTAXES`
-    native_tools: bool  # False: tools are described in the system prompt, because the template cannot
-    date: str  # ISO date that the template writes, or ""
-    notes: tuple[str, ...]  # what is done in the template's place, one sentence each; for the run's manifest
 
     def __init__(
         self,
@@ -52,17 +47,15 @@ class Renderer:
     ):
         self.tokenizer = tokenizer
         self.history = history
-        self._template = ChatTemplate(tokenizer, template, today)
-        self.template_hash, self.date, self.notes = self._template.sha256, self._template.date, self._template.notes
-        self.tool_syntax, self.native_tools = self._template.syntax, self._template.native_tools
+        self.template = ChatTemplate(tokenizer, template, today)
         ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        self._added = frozenset(ids[text] for text in self._template.added)
-        self._turn_ends = frozenset(ids[text] for text in self._template.turn_ends)
+        self._added = frozenset(ids[text] for text in self.template.added)
+        self._turn_ends = frozenset(ids[text] for text in self.template.turn_ends)
         own = tokenizer.eos_token_id
         self.eos_ids = frozenset({*eos_ids, *self._turn_ends, *([] if own is None else [own])})
-        syntax = SYNTAXES[self.tool_syntax]
+        syntax = SYNTAXES[self.template.syntax]
         markers = " ".join((THINK_OPEN, THINK_CLOSE, *syntax.opens, syntax.close or "", *syntax.inner))
-        hidden = frozenset(ids[text] for text in self._template.special if text not in markers)
+        hidden = frozenset(ids[text] for text in self.template.special if text not in markers)
         self.hidden_ids = hidden | self.eos_ids
         self._encode_cached = lru_cache(maxsize=64)(self._encode_marked)  # first turns come again with every call
 
@@ -74,8 +67,8 @@ class Renderer:
         Special-token text inside messages and tools is encoded as ordinary text, so that content cannot forge a turn.
         Raises RequestError when the template refuses the conversation.
         """
-        mark = self._template.mark(messages, tools)
-        return self._encode_marked(self._template.render(messages, tools, mark=mark), mark)
+        mark = self.template.mark(messages, tools)
+        return self._encode_marked(self.template.render(messages, tools, mark=mark), mark)
 
     def extend(
         self,
@@ -111,10 +104,10 @@ class Renderer:
         of the last turn, and what the template writes behind the last word belongs behind the sampled tokens.
         """
         messages = [*so_far, *new]
-        mark = self._template.mark(messages, tools)
-        masked, words = self._template.masked(messages, len(so_far), tools)
-        before = _pieces(self._template.render(masked[: len(so_far) - 1], tools, mark=mark), words[:-1])
-        after = _pieces(self._template.render(masked, tools, mark=mark), words)
+        mark = self.template.mark(messages, tools)
+        masked, words = self.template.masked(messages, len(so_far), tools)
+        before = _pieces(self.template.render(masked[: len(so_far) - 1], tools, mark=mark), words[:-1])
+        after = _pieces(self.template.render(masked, tools, mark=mark), words)
         if not before or not after or list(map(_without_header, before)) != list(map(_without_header, after[:-1])):
             return None
         head = list(self._encode_cached(_without_header(before[0]), mark))
@@ -150,8 +143,8 @@ class Renderer:
 
     def stream(self, tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Stream:
         """Reads a turn token by token. Without `tools`, calls are ordinary text; with `raw`, reasoning is too."""
-        syntax = SYNTAXES[self.tool_syntax] if tools and not raw else None
-        return Stream(self, TurnReader(syntax, tools, stops, thinking=None if raw else self._template.thinking))
+        syntax = SYNTAXES[self.template.syntax] if tools and not raw else None
+        return Stream(self, TurnReader(syntax, tools, stops, thinking=None if raw else self.template.thinking))
 
     def parse(self, ids: Sequence[int], tools: Tools = (), stops: Sequence[str] = ()) -> Message:
         """A sampled turn as a message; never raises. What `stream` gives, all at once."""

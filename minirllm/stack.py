@@ -72,13 +72,13 @@ async def serving(
         facts = {
             "model": loaded.name,
             "model_revision": loaded.revision,
-            "template_hash": renderer.template_hash,
+            "template_hash": renderer.template.sha256,
             "level": policy.level,
             "row_multiple": policy.row_multiple,
             "threads": policy.threads,
             "device": str(policy.device),
-            "tool_syntax": renderer.tool_syntax,
-            "template_notes": list(renderer.notes),
+            "tool_syntax": renderer.template.syntax,
+            "template_notes": list(renderer.template.notes),
         }
         yield Stack(policy, engine, renderer, sessions, await server.start(*address), facts)
     finally:

@@ -74,9 +74,8 @@ class _Run:
 
             episodes = await self.rollouts(step, tasks)  # agents talk to the endpoint; every call is captured
             generated = time.perf_counter()
-            learned = batch.build(
-                episodes, config, self.trainer.algorithm, self.stack.policy.version
-            )  # advantages, forests
+            # advantages, forests of tokens
+            learned = batch.build(episodes, config, self.trainer.algorithm, self.stack.policy.version)
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
@@ -102,9 +101,8 @@ class _Run:
 
     async def rollouts(self, step: int, tasks: list[Task]) -> list[Episode]:
         """`group_size` episodes of each of the step's tasks, in task order; what a killed run had finished is kept."""
-        wanted = [
-            Job(task, i, step) for task in schedule(tasks, self.config, step) for i in range(self.config.group_size)
-        ]
+        scheduled = schedule(tasks, self.config, step)
+        wanted = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
         finished = await asyncio.to_thread(self.store.finished, step)
         missing = [job for job in wanted if (job.task.id, job.rollout_idx) not in finished]
         writes, one_at_a_time = [], asyncio.Lock()
@@ -163,11 +161,8 @@ class _Run:
                     f"{path} belongs to seed {extra['seed']}, not {self.config.seed}: resume with its own seed."
                 )
             done, self.best = extra["step"], extra["best"]
-        self.log.say(
-            f"Resuming after step {done} of {self.config.steps}."
-            if done
-            else "There is no checkpoint yet: starting from step 1."
-        )
+        after = f"Resuming after step {done} of {self.config.steps}."
+        self.log.say(after if done else "There is no checkpoint yet: starting from step 1.")
         await asyncio.to_thread(self.log.rewind, done if done else -1)
         return done
 

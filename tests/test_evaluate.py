@@ -133,9 +133,9 @@ class Recorded(Runner):
 
 async def test_evaluate_runs_n_of_each_as_validation(tmp_path: Path) -> None:
     runner = Recorded()
-    result = await evaluate(runner, [Task("a"), Task("b")], 3, step=9, folder=tmp_path)
+    result = await evaluate(runner, [Task("a"), Task("b")], 3, folder=tmp_path)
     assert [(job.task.id, job.rollout_idx, job.step, job.validation) for job in runner.jobs] == [
-        (task, i, 9, True) for task in "ab" for i in range(3)
+        (task, i, 0, True) for task in "ab" for i in range(3)
     ]
     assert (result.pass_at[3], result.seed) == (1.0, 3)
     assert (tmp_path / "items.jsonl").exists()

@@ -39,11 +39,11 @@ from tests.chat_templates import ALL, SYSTEM, TODAY, TOOLS, USER, call, calling,
 )
 def test_templates_are_recognised_by_probing(name: str, syntax: str, native: bool, end: str, notes: list[str]) -> None:
     it = renderer(name)
-    assert (it.tool_syntax, it.native_tools) == (syntax, native)
+    assert (it.template.syntax, it.template.native_tools) == (syntax, native)
     assert it.eos_ids == {it.tokenizer.convert_tokens_to_ids(end)}
-    assert len(it.notes) == len(notes)
-    assert all(said.startswith(expected) for said, expected in zip(it.notes, notes, strict=True))
-    assert it.template_hash == hashlib.sha256(it.tokenizer.chat_template.encode()).hexdigest()
+    assert len(it.template.notes) == len(notes)
+    assert all(said.startswith(expected) for said, expected in zip(it.template.notes, notes, strict=True))
+    assert it.template.sha256 == hashlib.sha256(it.tokenizer.chat_template.encode()).hexdigest()
 
 
 def test_every_end_of_sequence_id_counts() -> None:
@@ -89,8 +89,8 @@ def test_plain_conversations_are_exactly_the_tokenizers_own() -> None:
 
 def test_dates_do_not_change_while_it_lives() -> None:
     it = Renderer(tokenizer("llama3"))
-    assert it.date == datetime.date.today().isoformat()
-    assert Renderer(tokenizer("tiny"), today=TODAY).date == ""
+    assert it.template.date == datetime.date.today().isoformat()
+    assert Renderer(tokenizer("tiny"), today=TODAY).template.date == ""
     computed = tokenizer("llama3").chat_template.replace('"%d %b %Y"', "messages[0].format or other")
     it = Renderer(tokenizer("llama3"), template=computed, today=TODAY)
     assert "Today Date: 09 Mar 2025\n" in it.decode(it.prompt([USER]))
@@ -222,7 +222,7 @@ def test_no_usable_template() -> None:
     bare.chat_template = None
     with pytest.raises(ModelError, match=r"no chat template.*instruction-tuned"):
         Renderer(bare)
-    assert Renderer(bare, template=tiny.TEMPLATE).template_hash == renderer("tiny").template_hash
+    assert Renderer(bare, template=tiny.TEMPLATE).template.sha256 == renderer("tiny").template.sha256
     with pytest.raises(ModelError, match="never mind"):
         Renderer(bare, template="{{ raise_exception('never mind') }}")
     with pytest.raises(ModelError, match="refuses"):
@@ -235,7 +235,7 @@ def test_named_templates() -> None:
     both = tiny.build_tokenizer()
     both.chat_template = {"default": tokenizer("smollm2").chat_template, "tool_use": tiny.TEMPLATE}
     it = Renderer(both)
-    assert it.native_tools
+    assert it.template.native_tools
     assert it.decode(it.prompt([USER])).startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert "# Tools" in it.decode(it.prompt([USER], TOOLS))
     both.chat_template = {"other": tiny.TEMPLATE}
