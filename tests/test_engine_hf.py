@@ -385,7 +385,7 @@ async def test_a_failing_device_fails_every_request_and_says_why(policy: Policy)
     engine = HFEngine(policy, config(slots=2))
     await engine.start()
     calls = 0
-    forward = engine._execute
+    forward = engine._runner.run
 
     def failing(step: Any) -> Any:
         nonlocal calls
@@ -394,7 +394,7 @@ async def test_a_failing_device_fails_every_request_and_says_why(policy: Policy)
             raise RuntimeError("out of memory")
         return forward(step)
 
-    engine._execute = failing  # type: ignore[method-assign]
+    engine._runner.run = failing
     results = await asyncio.gather(*[engine.generate([i], FREE, i) for i in range(5)], return_exceptions=True)
     assert [type(r) for r in results] == [EngineError] * 5
     assert all("RuntimeError: out of memory" in str(r) for r in results)
@@ -406,7 +406,7 @@ async def test_a_failing_device_fails_every_request_and_says_why(policy: Policy)
 async def test_a_probability_that_is_no_number_fails_its_request_and_leaves_no_trace(policy: Policy) -> None:
     async with serving(policy, slots=1) as engine:
         want = await engine.generate([4, 5, 6], FREE, 0)
-        poison = engine._end_SE.clone()
+        poison = engine._runner.end_SE.clone()
         embedding = policy.model.get_input_embeddings().weight
         kept = embedding[9].detach().clone()
         with torch.no_grad():
@@ -415,7 +415,7 @@ async def test_a_probability_that_is_no_number_fails_its_request_and_leaves_no_t
             await engine.generate([9, 5, 6], FREE, 0)
         with torch.no_grad():
             embedding[9] = kept
-        assert not torch.equal(poison, engine._end_SE)
+        assert not torch.equal(poison, engine._runner.end_SE)
         assert same(await engine.generate([4, 5, 6], FREE, 0), want)  # in the same, only, slot
 
 
@@ -467,10 +467,10 @@ async def test_the_captured_decode_step_gives_the_eager_tokens() -> None:
     policy = await asyncio.to_thread(Policy, model.cuda(), tokenizer, config(device="cuda"))
     asked = prompts(12, 1, 200)
     async with serving(policy, slots=8) as engine:
-        assert engine._graph is not None
+        assert engine._runner.graph is not None
         captured = await together(engine, asked)
         engine.weights_changed()
-        engine._graph = None
+        engine._runner.graph = None
         assert all(same(a, b) for a, b in zip(captured, await together(engine, asked), strict=True))
     await asyncio.to_thread(policy.close)
 
@@ -488,13 +488,13 @@ def _with_sdpa(model: Any) -> LlamaForCausalLM:
 
 
 def _watch(engine: HFEngine, look: Callable[[Any], None]) -> None:
-    forward = engine._execute
+    forward = engine._runner.run
 
     def watched(step: Any) -> Any:
         look(step)
         return forward(step)
 
-    engine._execute = watched  # type: ignore[method-assign]
+    engine._runner.run = watched
 
 
 def _count_prefilled(engine: HFEngine) -> list[int]:

@@ -4,11 +4,11 @@ Owns: the queue, which tokens run in the next forward, and delivery of what was 
 between forwards. One forward is one call on the device lane, so training and generation interleave without locks.
 Does not know: text, HTTP, sessions, the optimizer.
 
-exact: one packed forward holds a token of every running sequence and prompt chunks of several waiting ones; attention
-and head are the same bits whatever they share the forward with. fixed: a forward is either `slots` rows of one token or
-one constant-length chunk of one prompt, and prefixes are reused in whole chunks, so no shape depends on the neighbours.
+exact, off: a forward holds one token of every running sequence and prompt chunks of several others. At the exact level
+a row has the same bits whatever it shares the forward with. fixed: a forward is one token in every slot, or one chunk
+of one prompt, and prefixes are reused in whole chunks, so that no shape depends on the neighbours.
 
-Legend: T packed tokens, N sampled rows, E hidden size, S slots.
+Legend: S slots, R decoded rows, n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
-from minirllm import attention
-from minirllm.attention import Layout
 from minirllm.config import Config
-from minirllm.engines.cache import Decode, Packed, Prefill, Shapes, SlotCache
-from minirllm.engines.graph import DecodeGraph
-from minirllm.engines.sampling import Ending, Rows, Samples, effective_temperature, is_special, key, sample
+from minirllm.engines.sampling import Ending, Rows, Samples, effective_temperature, is_special, key
 from minirllm.engines.slots import Slots
+from minirllm.engines.step import Chunk, Runner, Step
 from minirllm.errors import ContextOverflow, EngineError, ModelError
 from minirllm.policy import Policy
 from minirllm.types import Completion, SampledToken, SamplingParams, StopCheck
 
-CPU_SLOTS, MOST_SLOTS = 32, 256
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 IDLE_SHARE = 0.25  # idle slots between running ones, as a share of the running ones, before rows are moved together
 
@@ -54,30 +48,12 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Consecutive prompt tokens of one request. `ends`: the last of them is the prompt's last."""
+class _Plan:
+    """A step and whom it is for. Requests may leave while it runs, so the device thread sees only `step`."""
 
-    request: _Request
-    slot: int
-    start: int
-    token_n: np.ndarray
-    ends: bool
-
-
-@dataclass(slots=True)
-class _Step:
-    """One call on the device lane. The device thread reads the arrays only: a request may leave while the forward runs.
-
-    `requests` get a token each, in this order: decoded rows (by slot), prompts that end in a chunk, kept ends."""
-
-    moves: list[tuple[str, tuple[int, ...]]]  # methods of the cache, in order
-    chunks: list[_Chunk]
-    requests: list[_Request]
-    rows: Rows
-    slot_R: np.ndarray  # decoded rows
-    token_R: np.ndarray
-    position_R: np.ndarray
-    kept: list[int]  # slots of prompts that were found whole in the cache
+    step: Step
+    prefilling: list[_Request]  # of step.chunks
+    sampling: list[_Request]  # of step.rows
 
 
 class HFEngine:
@@ -110,8 +86,9 @@ class HFEngine:
     async def start(self) -> None:
         """Allocate the cache and begin serving."""
         assert self._task is None, "started twice"
-        slots, capacity = await self.policy.run(self._allocate)
-        self._slots = Slots(slots, capacity, self.config.prefill_chunk if self.fixed else 0)
+        self._runner = await self.policy.run(Runner, self.policy, self.config, self.max_context)
+        chunk = self.config.prefill_chunk if self.fixed else 0
+        self._slots = Slots(self._runner.slots, self._runner.capacity, chunk)
         self._ended = None
         self._task = asyncio.create_task(self._serve(), name="engine")
         self._task.add_done_callback(self._end)
@@ -122,7 +99,7 @@ class HFEngine:
             return
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self.policy.run(self._release_memory)  # also: the forward under way, if any, is over
+        await self.policy.run(self._forget_runner)  # after the forward under way, if any
 
     async def generate(
         self,
@@ -167,6 +144,9 @@ class HFEngine:
         logprobs = [token.logprob for token in tokens]
         return Completion(request.sampled, logprobs, reason, version, temperature, top, request.cached)
 
+    def _forget_runner(self) -> None:
+        del self._runner
+
     def weights_changed(self) -> None:
         """Drop every cached prefix. Raises EngineError when requests are in flight."""
         flying = len(self._waiting) + len(self._running)
@@ -179,12 +159,12 @@ class HFEngine:
 
     async def _serve(self) -> None:
         while True:
-            step = self._plan()
-            if step is None:
+            plan = self._plan()
+            if plan is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            self._deliver(step, await self.policy.run(self._execute, step))
+            self._deliver(plan, await self.policy.run(self._runner.run, plan.step))
             await asyncio.sleep(0)  # every request looks at its token (they were woken first) before the next step
 
     def _end(self, task: asyncio.Task[None]) -> None:
@@ -208,7 +188,7 @@ class HFEngine:
             self._waiting.remove(request)
         self._wake.set()
 
-    def _plan(self) -> _Step | None:
+    def _plan(self) -> _Plan | None:
         """The next forward, or None when there is nothing to do."""
         self._admit()
         stored_S = self._slots.stored_S
@@ -218,44 +198,39 @@ class HFEngine:
         if not self.fixed:
             self._close_up(decode)
         elif prefill and (self._prefill_next or not decode):
-            decode = []
+            prefill, decode = prefill[:1], []
         else:
             prefill = []
-        chunks = self._chunks(prefill[:1] if self.fixed else prefill)
+        chunks = self._chunks(prefill)
         self._prefill_next = not chunks
         if not (decode or chunks or kept):
             return None
         decode.sort(key=lambda r: r.slot)
-        moves, self._moves = self._moves, []
         for request in decode:
             request.ready = False
-        requests = [*decode, *(chunk.request for chunk in chunks if chunk.ends), *kept]
-        return _Step(
+        sampling = [*decode, *(r for r, chunk in zip(prefill, chunks, strict=False) if chunk.ends), *kept]
+        moves, self._moves = self._moves, []
+        step = Step(
             moves,
-            chunks,
-            requests,
-            Rows(
-                np.array([effective_temperature(r.params.temperature) for r in requests], np.float32),
-                np.array([r.key for r in requests], np.uint64),
-                np.array([len(r.sampled) for r in requests], np.int64),
-                [(i, r.params, r.sampled) for i, r in enumerate(requests) if is_special(r.params)],
-            ),
             np.array([r.slot for r in decode], np.int64),
             np.array([r.sampled[-1] for r in decode], np.int64),
             np.array([stored_S[r.slot] for r in decode], np.int64),
+            chunks,
             [r.slot for r in kept],
+            _rows(sampling),
         )
+        return _Plan(step, prefill[: len(chunks)], sampling)
 
-    def _chunks(self, prefill: list[_Request]) -> list[_Chunk]:
-        """Prompt tokens of several requests, first come first served, up to the budget of one forward."""
+    def _chunks(self, prefill: list[_Request]) -> list[Chunk]:
+        """The next prompt tokens of the first requests, up to the budget of one forward."""
         chunks, budget = [], self.config.prefill_chunk
         for request in prefill:
             start = int(self._slots.stored_S[request.slot])
             token_n = request.prompt[start : start + budget]
+            chunks.append(Chunk(request.slot, start, token_n, start + len(token_n) == len(request.prompt)))
             budget -= len(token_n)
-            if len(token_n):
-                ends = start + len(token_n) == len(request.prompt)
-                chunks.append(_Chunk(request, request.slot, start, token_n, ends))
+            if budget == 0:
+                break
         return chunks
 
     def _admit(self) -> None:
@@ -286,120 +261,33 @@ class HFEngine:
             self._slots.exchange(last, hole)
             taken = sorted([*taken, hole])
 
-    def _deliver(self, step: _Step, samples: Samples | None) -> None:
+    def _deliver(self, plan: _Plan, samples: Samples | None) -> None:
         slots = self._slots
-        for chunk in step.chunks:
-            if chunk.request.slot >= 0:
-                slots.stored_S[chunk.slot] = chunk.start + len(chunk.token_n)
-        for request in step.requests[: len(step.slot_R)]:
+        for request, chunk in zip(plan.prefilling, plan.step.chunks, strict=True):
+            if request.slot >= 0:
+                slots.stored_S[request.slot] = chunk.start + len(chunk.token_n)
+        for request in plan.sampling[: len(plan.step.slot_R)]:
             if request.slot >= 0:
                 slots.stored_S[request.slot] += 1
         if samples is None:
             return
-        for i, request in enumerate(step.requests):
+        for i, request in enumerate(plan.sampling):
             if request.slot < 0 or request.future.done():  # cancelled while the forward ran
                 continue
             if not math.isfinite(samples.logprobs[i]):
                 slots.forget(request.slot)
                 self._moves.append(("erase", (request.slot,)))
-                request.future.set_exception(
-                    EngineError("the model computed a probability that is not a finite number")
-                )
+                error = EngineError("the model computed a probability that is not a finite number")
+                request.future.set_exception(error)
                 continue
             slots.append(request.slot, samples.token_ids[i])
             request.future.set_result(SampledToken(samples.token_ids[i], samples.logprobs[i], samples.top.get(i, ())))
 
-    # -- the forward, on the device lane ----------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _allocate(self) -> tuple[int, int]:
-        """(slots, capacity). Run the largest training batch once before, so that what is free really is."""
-        policy, device, shapes = self.policy, self.policy.device, Shapes()
-        position_T = torch.arange(4, device=device)
-        hidden_TE = policy.hidden(position_T, position_T, shapes)
-        assert shapes.layers, f"the model was not loaded with attn_implementation={attention.IMPLEMENTATION!r}"
-        whole = -self.max_context % self.config.prefill_chunk if self.fixed else 0  # the last chunk is padded, too
-        capacity = self.max_context + whole + -(self.max_context + whole) % attention.TILE
-        slots = self.config.slots or CPU_SLOTS
-        if not self.config.slots and device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            slots = max(1, min(MOST_SLOTS, int(free * 0.8) // (shapes.bytes_per_position() * capacity)))
-        self._cache = SlotCache(shapes, slots, capacity, device)
-        self._end_SE = torch.zeros(
-            slots, hidden_TE.shape[-1], dtype=hidden_TE.dtype, device=device
-        )  # at each prompt's end
-        self._graph = DecodeGraph(policy, self._cache) if self.fixed and device.type == "cuda" else None
-        return slots, capacity
-
-    def _release_memory(self) -> None:
-        del self._cache, self._end_SE, self._graph
-
-    @torch.no_grad()
-    def _execute(self, step: _Step) -> Samples | None:
-        for method, slots in step.moves:
-            getattr(self._cache, method)(*slots)
-            if method == "copy":
-                self._end_SE[slots[1]] = self._end_SE[slots[0]]
-            elif method == "swap":
-                self._end_SE[list(slots[:2])] = self._end_SE[[slots[1], slots[0]]]
-        if self.fixed and len(step.slot_R):
-            hidden_NE = self._decode_all_slots(step)
-        elif step.chunks or len(step.slot_R):
-            hidden_NE = self._packed(step)
-        else:
-            hidden_NE = self._end_SE[:0]
-        if not step.requests:
-            return None
-        hidden_NE = torch.cat([hidden_NE, self._end_SE[step.kept]])
-        N = len(hidden_NE)
-        if self.fixed:
-            hidden_NE = F.pad(hidden_NE, (0, 0, 0, self._cache.slots - N))
-        return sample(self.policy.logits(hidden_NE)[:N], step.rows, self.policy.logprobs)
-
-    def _packed(self, step: _Step) -> torch.Tensor:
-        """One forward over rows and chunks. Returns hidden states ``[N, E]`` of the rows and of the prompts that end
-        here, and keeps the latter."""
-        tokens, positions, rows = [step.token_R], [step.position_R], len(step.slot_R)
-        parts: list[tuple[int, Layout]] = []
-        if rows:
-            slot_R, position_R = self._on_device(step.slot_R), self._on_device(step.position_R)
-            reach = [
-                (int(slots[0]), int(slots[-1]) + 1)
-                for start in range(0, int(step.position_R.max()) + 1, attention.TILE)
-                for slots in [step.slot_R[step.position_R >= start]]
-            ]
-            parts.append((rows, Decode(self._cache, slot_R, position_R, position_R, reach)))
-        picked, at = list(range(rows)), rows
-        for chunk in step.chunks:
-            count = len(chunk.token_n)
-            length = self.config.prefill_chunk if self.fixed else count
-            tokens.append(np.pad(chunk.token_n, (0, length - count)))
-            positions.append(np.arange(chunk.start, chunk.start + length))
-            parts.append((length, Prefill(self._cache, chunk.slot, chunk.start, length)))
-            if chunk.ends:
-                picked.append(at + count - 1)
-            at += length
-        token_T, position_T = self._on_device(np.concatenate(tokens)), self._on_device(np.concatenate(positions))
-        hidden_NE = self.policy.hidden(token_T, position_T, Packed(parts))[picked]
-        if len(picked) > rows:
-            self._end_SE[[chunk.slot for chunk in step.chunks if chunk.ends]] = hidden_NE[rows:]
-        return hidden_NE
-
-    def _decode_all_slots(self, step: _Step) -> torch.Tensor:
-        """Every slot is a row. Idle ones write where no sequence ever reads: a window's last token is never stored."""
-        S, C = self._cache.slots, self._cache.capacity
-        token_S, position_S, write_S = np.zeros(S, np.int64), np.zeros(S, np.int64), np.full(S, C - 1)
-        token_S[step.slot_R], position_S[step.slot_R], write_S[step.slot_R] = (
-            step.token_R,
-            step.position_R,
-            step.position_R,
-        )
-        token, position, write = self._on_device(token_S), self._on_device(position_S), self._on_device(write_S)
-        if self._graph is not None:
-            return self._graph(token, position, write)[step.slot_R]
-        reach = [(0, S)] * (int(position_S.max()) // attention.TILE + 1)
-        layout = Decode(self._cache, self._on_device(np.arange(S)), position, write, reach)
-        return self.policy.hidden(token, position, layout)[step.slot_R]
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.policy.device)
+def _rows(requests: list[_Request]) -> Rows:
+    return Rows(
+        np.array([effective_temperature(r.params.temperature) for r in requests], np.float32),
+        np.array([r.key for r in requests], np.uint64),
+        np.array([len(r.sampled) for r in requests], np.int64),
+        [(i, r.params, r.sampled) for i, r in enumerate(requests) if is_special(r.params)],
+    )
