@@ -33,6 +33,8 @@ from minirllm.tree import Forest
 
 Result = TypeVar("Result")
 
+transformers_logging.disable_progress_bar()  # bars of loading and saving would tear the display of a run
+
 PROBED_LAYERS = 6  # the longest repeating pattern of layer kinds in use (Gemma 3: five sliding, one full)
 
 
@@ -150,14 +152,8 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """The adapter in peft's form, or the whole model with its tokenizer in transformers' form."""
-        shown = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-        try:
-            options = {"save_embedding_layers": False} if self.config.lora_rank else {}  # else peft asks the hub
-            self.model.save_pretrained(folder, **options)
-        finally:
-            if shown:
-                transformers_logging.enable_progress_bar()
+        options = {"save_embedding_layers": False} if self.config.lora_rank else {}  # else peft asks the hub
+        self.model.save_pretrained(folder, **options)
         if not self.config.lora_rank:
             self.tokenizer.save_pretrained(folder)
 

@@ -115,7 +115,7 @@ def test_the_files(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "new/folder/summary.json").read_text())
     assert (summary["pass_at"], summary["seed"], summary["errors"]) == ({"1": 0.25, "2": 0.5}, 7, {"error": 1})
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Cannot write .*items.jsonl"):
+    with pytest.raises(UserError, match=r"Cannot write .*items\.jsonl"):
         write(tmp_path / "file", summarise(four(), 2))
 
 

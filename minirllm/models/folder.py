@@ -5,16 +5,12 @@ Owns: loading, and the check that each layer really asks that function. Does not
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from minirllm.attention import IMPLEMENTATION, ForestLayout
 from minirllm.errors import ModelError
@@ -26,17 +22,16 @@ UNUSABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safetensor
 def load(path: Path, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) on the CPU; `name` is for the sentence. Code from the folder never runs. Raises ModelError."""
     try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                trust_remote_code=False,
-                use_safetensors=True,
-            )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
     except UNUSABLE as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error) or "custom code" in str(error):
@@ -51,19 +46,6 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text, without its full stop; its type when it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers into a log file."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 class _Counting(ForestLayout):
