@@ -196,8 +196,6 @@ class Forest:
     advantage_T: np.ndarray  # float32
     weight_T: np.ndarray  # float32
     temperature_T: np.ndarray  # float32, 1 where not trained
-    tree_T: np.ndarray  # int64: which of the merged trees a sampled token is from, -1 for prompts
-    node_T: np.ndarray  # int64: its node there, -1 for prompts
     node_start_N: np.ndarray  # int64
     node_end_N: np.ndarray  # int64
     node_parent_N: np.ndarray  # int64, ROOT for the first node of a tree
@@ -229,7 +227,7 @@ def merge(trees: Sequence[TokenTree], calls: Sequence[Collection[str]] | None = 
     for k, tree in enumerate(trees):
         wanted = [i for i, node in enumerate(tree.nodes) if node.sampled and not node.aborted and node.tokens]
         wanted = [i for i in wanted if calls is None or tree.nodes[i].call_id in calls[k]]
-        kept = {index for i in wanted for index in _ancestry(tree, i)}
+        kept = {index for i in wanted for index in tree.path(i)}
         place = {ROOT: ROOT}  # node of the tree -> node of `merged` with the same last token
         for index in tree.order():
             if index not in kept:
@@ -242,12 +240,6 @@ def merge(trees: Sequence[TokenTree], calls: Sequence[Collection[str]] | None = 
                 place[index] = merged._descend(place[node.parent], node.tokens)
         trained.update(place[i] for i in wanted)
     return _flatten(merged, source, trained, len(trees))
-
-
-def _ancestry(tree: TokenTree, node: int) -> Iterator[int]:
-    while node != ROOT:
-        yield node
-        node = tree.nodes[node].parent
 
 
 def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) -> tuple[Forest, list[Spans]]:
@@ -271,7 +263,7 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
             ends.append(end)
             parents.append(segment)
             segment = len(starts) - 1
-        learn, (tree, at) = index in trained, source.get(index, (-1, -1))
+        learn = index in trained
         values = {
             "token_T": node.tokens,
             "parent_T": [last, *range(total, end - 1)],
@@ -281,12 +273,11 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
             "advantage_T": [0.0] * size,
             "weight_T": [0.0] * size,
             "temperature_T": [node.temperature if learn else 1.0] * size,
-            "tree_T": [tree] * size,
-            "node_T": [at] * size,
         }
         for name, column in columns.items():
             column.append(np.array(values[name], _DTYPES[name]))
         if learn:
+            tree, at = source[index]
             spans[tree][at] = (total, end)
         stack.extend((child, end - 1, depth + size, segment) for child in sorted(node.children, key=rank, reverse=True))
         total = end
@@ -295,7 +286,7 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
 
 
 _DTYPES: dict[str, type] = {
-    **dict.fromkeys(("token_T", "parent_T", "position_T", "tree_T", "node_T"), np.int64),
+    **dict.fromkeys(("token_T", "parent_T", "position_T"), np.int64),
     "trained_T": np.bool_,
     **dict.fromkeys(("logprob_T", "advantage_T", "weight_T", "temperature_T"), np.float32),
 }
@@ -307,7 +298,7 @@ def _nodes(starts: Sequence[int], ends: Sequence[int], parents: Sequence[int]) -
 
 
 def concatenate(forests: Sequence[Forest]) -> Forest:
-    """Forests side by side in one; `tree_T` and `node_T` keep naming the trees of each. None gives an empty forest."""
+    """Forests side by side in one. None gives an empty forest."""
     arrays = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(forest, name) for forest in forests)])
         for name, dtype in _DTYPES.items()

@@ -156,7 +156,6 @@ def test_merged_forest_trains_each_sampled_token_once(many: list[list[Call]]) ->
             np.testing.assert_array_equal(forest.logprob_T[index], np.float32(completion(sampled).logprobs))
             assert forest.trained_T[index].all()
             assert not covered[index].any()
-            assert (forest.tree_T[index] == k).all()
             covered[index] = True
     np.testing.assert_array_equal(covered, forest.trained_T)
 
