@@ -101,11 +101,11 @@ class Endpoint:
         sid = body.get("id") if isinstance(body, dict) else body
         if sid is None:
             sid = secrets.token_urlsafe(12)
-        if not isinstance(sid, str) or not 0 < len(sid) <= 200:
-            raise RequestError("id must be a string of 1 to 200 characters.", "id")
+        if not isinstance(sid, str) or not 0 < len(sid) <= 200 or not sid.isprintable() or sid in (".", ".."):
+            raise RequestError("id must be a string of 1 to 200 printable characters, and not . or .. alone.", "id")
         if sid in self.sessions:
             raise RequestError(f"There is already a session {sid!r}.", status=409)
-        session = self.sessions.create(sid)
+        session = self.sessions.create(sid, seed_parts=("admin", sid))
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{quote(sid, safe='')}/v1"
         return JSONResponse({**describe(session), "key": session.key, "base_url": base_url}, 201)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -189,6 +190,29 @@ async def test_admin_creates_lists_and_closes_sessions(place: Place) -> None:
         assert (await admin.post("/admin/sessions")).json()["id"]
         assert (await admin.delete("/admin/sessions/my%20task%2F7")).json()["closed"] is True
         assert (await admin.get("/admin/sessions/none")).status_code == 404
+
+
+@pytest.mark.parametrize("sid", [".", "..", "a\nb", "a\x00", "", "x" * 201, 5])
+async def test_a_session_id_that_no_url_can_carry_is_refused(place: Place, sid: object) -> None:
+    async with httpx.AsyncClient(
+        base_url=place.base, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}
+    ) as admin:
+        refused = await admin.post("/admin/sessions", json={"id": sid})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "id")
+
+
+async def test_admin_sessions_sample_differently_and_an_id_repeats(place: Place) -> None:
+    async with httpx.AsyncClient(
+        base_url=place.base, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}
+    ) as admin:
+        ids = []
+        for sid in ("a", "b/../c", "%2e é?#", "a"):
+            made = (await admin.post("/admin/sessions", json={"id": sid})).json()
+            async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["key"]) as agent:
+                ids.append((await agent.chat.completions.create(model="tiny", messages=[USER])).id)
+            assert (await admin.delete(f"/admin/sessions/{quote(sid, safe='')}")).status_code == 200
+    assert ids[0] == ids[3]
+    assert len(set(ids)) == 3
 
 
 async def test_admin_needs_the_admin_key(place: Place) -> None:
