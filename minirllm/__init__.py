@@ -67,14 +67,15 @@ def arithmetic_settings(cpuinfo: str) -> dict[str, str]:
     return settings
 
 
-def _cpuinfo() -> str:
+def cpuinfo() -> str:
+    """The text of /proc/cpuinfo; empty where there is none."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return ""
 
 
-_missing = {name: value for name, value in arithmetic_settings(_cpuinfo()).items() if name not in os.environ}
+_missing = {name: value for name, value in arithmetic_settings(cpuinfo()).items() if name not in os.environ}
 os.environ.update(_missing)
 
 #: Variables that were set here too late, because torch was already loaded; the run manifest says so.

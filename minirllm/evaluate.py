@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minirllm.batch import mean_signals
 from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import write_whole
@@ -139,10 +140,6 @@ def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
     means = [sum(r) / len(r) for r in rewards if r]
     values = means if len(groups) > 1 else [x for r in rewards for x in r]
     without = [e for e in episodes if e.reward is None]
-    signals: dict[str, list[float]] = {}
-    for episode in graded:
-        for name, value in episode.signals.items():
-            signals.setdefault(name, []).append(value)
     return EvalResult(
         tasks=len(groups),
         rollouts=n,
@@ -153,7 +150,7 @@ def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
         reward_interval=normal(values) if graded else None,
         errors=_count(e for e in without if e.termination_reason in ERRORS),
         ungraded=_count(e for e in without if e.termination_reason not in ERRORS),
-        signals={name: sum(v) / len(v) for name, v in sorted(signals.items())},
+        signals=mean_signals(graded),
         seed=seed,
         episodes=list(episodes),
     )

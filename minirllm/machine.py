@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from minirllm import set_too_late
+from minirllm import cpuinfo, set_too_late
 
 PACKAGES = (
     "minirllm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "starlette", "uvicorn", "httpx",
@@ -47,11 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in cpuinfo().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 

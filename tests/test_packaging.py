@@ -92,7 +92,7 @@ def test_importing_the_package_is_light_and_sets_the_environment() -> None:
     )
     env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "MKL_CBWR")}
     fresh = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True)
-    settings = minirllm.arithmetic_settings(minirllm._cpuinfo())
+    settings = minirllm.arithmetic_settings(minirllm.cpuinfo())
     assert fresh.stdout.split() == ["1000", str(settings.get("MKL_CBWR"))]
     chosen = {**env, "GOMP_SPINCOUNT": "7", "MKL_CBWR": "COMPATIBLE"}
     kept = subprocess.run(
