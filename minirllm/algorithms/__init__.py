@@ -8,13 +8,12 @@ Legend: G trajectories of one group, N trained tokens. Value n is about token n:
 
 from __future__ import annotations
 
-import importlib
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from minirllm.config import Config, nearest
+from minirllm.config import Config, find
 from minirllm.errors import ConfigError
 
 
@@ -51,16 +50,7 @@ ALGORITHMS: dict[str, str] = {
 
 def create(name: str) -> Algorithm:
     """The algorithm called `name`, or the class or instance at ``module:attr``. ConfigError when there is none."""
-    target = ALGORITHMS.get(name, name)
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"Unknown algorithm {name!r}{nearest(name, list(ALGORITHMS))}; use {', '.join(ALGORITHMS)} or module:attr."
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Cannot load algorithm {name!r}: {error}.") from None
+    found = find("algorithm", name, ALGORITHMS)
     algorithm: Algorithm = found() if isinstance(found, type) else found
     for method in ("validate", "advantages", "loss"):
         if not callable(getattr(algorithm, method, None)):
