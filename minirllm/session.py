@@ -161,8 +161,6 @@ class Session:
 
     def _begin(self, request: ModelRequest) -> Flight:
         """Accept a request and start it. All refusals are raised from here, and leave no trace."""
-        if request.n < 1:
-            raise RequestError(f"n must be at least 1, got {request.n}.", "n")
         made = self.counters["calls"]
         if made + request.n > self.max_calls:
             raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
@@ -188,8 +186,7 @@ class Session:
     def _chat(self, request: ModelRequest) -> tuple[Match, list[int], str]:
         """(what a chat request continues, its prompt ids, the counter for its kind)."""
         messages, tools = request.messages, shown_tools(request)
-        if not messages:
-            raise RequestError("messages must not be empty.", "messages")
+        assert messages, "dialects refuse an empty conversation"
         match = self._conversations.match(messages, tools)
         if match.parent is None:
             return match, self.renderer.prompt(messages, tools), "conversations"
@@ -232,8 +229,6 @@ class Session:
     def _params(self, request: ModelRequest, room: int) -> tuple[SamplingParams, dict[str, Any]]:
         """(what the engine is told, what of the request was replaced)."""
         asked, cap = request.params, self.default_max_tokens
-        if asked.max_tokens is not None and asked.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {asked.max_tokens}.", "max_tokens")
         if self.enforced is None:
             temperature = asked.temperature if "temperature" in request.asked else self.default_temperature
             return replace(asked, temperature=temperature, max_tokens=min(asked.max_tokens or cap, room)), {}

@@ -104,7 +104,10 @@ StopCheck = Callable[[Sequence[int]], bool]  # (sampled ids so far) -> is this t
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One call, whatever dialect it came in. Exactly one of `messages` (chat) and `prompt` (raw completion) is set."""
+    """One call, whatever dialect it came in: exactly one of `messages` (chat) and `prompt` (raw completion) is set.
+
+    The dialect has checked the ranges: `messages` is not empty, `n` and ``params.max_tokens`` are at least 1.
+    """
 
     messages: list[Message] | None = None
     prompt: str | list[int] | None = None
