@@ -72,7 +72,7 @@ class Config:
     lora_alpha: float = option(32.0, "LoRA scale: alpha / rank", 0.0)
     lora_targets: str = option("all-linear", "comma-separated module names, or all-linear")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, a third slower")
-    micro_batch_tokens: int = option(2048, "forest tokens per forward and backward", 16)
+    micro_batch_tokens: int = option(1024, "forest tokens per forward and backward", 16)
     packing: Literal["forest", "paths"] = option("forest", "forest: shared prefixes once; paths: one sequence per row")
     # engine
     engine: str = option("hf", "hf, scripted, or module:attr")
