@@ -2,55 +2,25 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from minirllm import AgentConfig, Episode, EvalOutput, Step, Task, Trajectory, evaluator, rollout
+from minirllm import AgentConfig, Episode, EvalOutput, Step, Task, Trajectory
 from minirllm.client import chat
-from minirllm.config import Config
-from minirllm.flow import Evaluator, import_path
-from minirllm.rollouts import Job, Runner
-from minirllm.server import Server, build_app
-from minirllm.session import Sessions
+from minirllm.rollouts import Job
 from minirllm.types import Signal, TerminationReason
-from tests.fake_engine import RENDERER, FakeEngine
-
-USER = [{"role": "user", "content": "hi"}]
-TASK = Task("org/t:1", "hi", {"answer": "Hello"})
-
-
-@dataclass
-class Place:
-    sessions: Sessions
-    base: str
-    engine: FakeEngine
-
-    def runner(self, agent: Any, grade: Any = lambda task, episode: 1.0, **settings: Any) -> Runner:
-        config = Config(**{"episode_timeout": 20.0, "retries": 0, **settings})
-        return Runner(self.sessions, self.base, rollout(agent), evaluator(grade), config)
-
-    async def run(self, agent: Any, grade: Any = lambda task, episode: 1.0, **settings: Any) -> Episode:
-        return await self.runner(agent, grade, **settings).run(TASK, 3, 5)
+from tests.agents import TASK, USER, Place, ask, serving
+from tests.fake_engine import RENDERER
 
 
 @pytest.fixture
 async def place() -> AsyncIterator[Place]:
-    engine = FakeEngine(lambda prompt, seed: "Hello")
-    sessions = Sessions(engine, RENDERER, "tiny", max_calls=4)
-    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=10_000))
-    yield Place(sessions, await server.start(), engine)
-    await server.close()
-
-
-async def ask(task: Task, config: AgentConfig) -> str:
-    return str((await chat(config, USER)).output)
+    async with serving() as it:
+        yield it
 
 
 async def test_a_string_answer_is_an_episode_with_all_calls(place: Place) -> None:
@@ -236,106 +206,6 @@ async def test_an_agent_that_ignores_its_cancellation_is_left_behind(place: Plac
 
     episode = await place.run(stubborn, episode_timeout=0.05)
     assert episode.termination_reason is TerminationReason.TIMEOUT
-
-
-async def test_one_deadline_for_agent_and_grader(place: Place) -> None:
-    async def slow(task: Task, episode: Episode) -> float:
-        await asyncio.sleep(60)
-        return 1.0
-
-    async def agent(task: Task, config: AgentConfig) -> str:
-        assert 0.4 < config.metadata["timeout"] <= 0.5
-        return await ask(task, config)
-
-    began = time.monotonic()
-    episode = await place.run(agent, slow, episode_timeout=0.5)
-    assert time.monotonic() - began < 10
-    assert (episode.termination_reason, episode.reward) == (TerminationReason.GRADING_TIMEOUT, None)
-    assert len(episode.trajectories[0].steps) == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (float("nan"), "must return a finite reward, got nan"),
-        ("1", "reward is '1'"),
-        (None, "evaluator returned None"),
-        (EvalOutput(None, True, reason="judge is down"), "judge is down"),
-        (KeyError("answer"), "evaluator failed: KeyError: 'answer' (test_rollouts.py line"),
-        (asyncio.CancelledError("x"), "evaluator failed: RuntimeError: CancelledError: x (test_rollouts.py line"),
-    ],
-)
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_no_reward_is_none_with_a_reason(place: Place, value: Any, sentence: str, is_async: bool) -> None:
-    def sync(task: Task, episode: Episode) -> Any:
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    async def later(task: Task, episode: Episode) -> Any:
-        return sync(task, episode)
-
-    episode = await place.run(ask, later if is_async else sync)
-    assert (episode.termination_reason, episode.reward) == (TerminationReason.GRADING_ERROR, None)
-    assert (episode.is_correct, episode.trajectories[0].reward) == (False, None)
-    assert sentence in episode.reason
-
-
-def grade_roles(task: Task, episode: Episode) -> float:
-    """As rLLM's evaluators do: each trajectory has a reward of its own."""
-    for trajectory in episode.trajectories:
-        trajectory.reward = {"judge": 0.25, "broken": float("nan")}.get(trajectory.name)
-    return 1.0
-
-
-@evaluator
-def top_level(task: Task, episode: Episode) -> float:
-    return grade_roles(task, episode)
-
-
-@pytest.mark.parametrize("in_process", [True, False])
-async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process: bool) -> None:
-    async def roles(task: Task, config: AgentConfig) -> list[Trajectory]:
-        return [Trajectory(name, [await chat(config, USER)]) for name in ("solver", "judge", *task.metadata)]
-
-    runner = place.runner(roles, top_level if in_process else lambda task, episode: grade_roles(task, episode))
-    assert (runner.graders is not None) == in_process
-    try:
-        episode = await runner.run(Task("t"))
-        broken = await runner.run(Task("t", metadata={"broken": 1}))
-    finally:
-        await runner.close()
-    assert (episode.reward, [t.reward for t in episode.trajectories]) == (1.0, [1.0, 0.25])
-    assert (broken.termination_reason, broken.reward) == (TerminationReason.GRADING_ERROR, None)
-    assert "reward of trajectory 'broken', got nan" in broken.reason
-
-
-GRADER = """
-import threading
-from minirllm import evaluator
-
-@evaluator
-def score(task, episode):
-    assert threading.current_thread() is threading.main_thread()
-    return float(episode.answer == task.metadata["answer"] and episode.tree is None) + threading.active_count() / 100
-"""
-
-
-@pytest.fixture
-def in_a_file(tmp_path: Path) -> Evaluator:
-    (tmp_path / "grader.py").write_text(GRADER)
-    return import_path(tmp_path / "grader.py").score  # type: ignore[no-any-return]
-
-
-async def test_a_sync_evaluator_that_can_be_imported_runs_in_a_process(place: Place, in_a_file: Evaluator) -> None:
-    runner = place.runner(ask, in_a_file)
-    assert runner.graders is not None
-    try:
-        episode = await runner.run(TASK)
-    finally:
-        await runner.close()
-    assert (episode.reward, episode.reason) == (1.01, "")
-    assert episode.tree is not None
 
 
 @pytest.mark.parametrize(

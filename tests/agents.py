@@ -1,0 +1,44 @@
+"""A real endpoint for agents, with an engine that says what it is told, and the simplest agent."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from minirllm import AgentConfig, Episode, Task, evaluator, rollout
+from minirllm.client import chat
+from minirllm.config import Config
+from minirllm.rollouts import Runner
+from minirllm.server import Server, build_app
+from minirllm.session import Sessions
+from tests.fake_engine import RENDERER, FakeEngine
+
+USER = [{"role": "user", "content": "hi"}]
+TASK = Task("org/t:1", "hi", {"answer": "Hello"})
+
+
+@dataclass
+class Place:
+    sessions: Sessions
+    base: str
+    engine: FakeEngine
+
+    def runner(self, agent: Any, grade: Any = lambda task, episode: 1.0, **settings: Any) -> Runner:
+        config = Config(**{"episode_timeout": 20.0, "retries": 0, **settings})
+        return Runner(self.sessions, self.base, rollout(agent), evaluator(grade), config)
+
+    async def run(self, agent: Any, grade: Any = lambda task, episode: 1.0, **settings: Any) -> Episode:
+        return await self.runner(agent, grade, **settings).run(TASK, 3, 5)
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Place]:
+    engine = FakeEngine(lambda prompt, seed: "Hello")
+    sessions = Sessions(engine, RENDERER, "tiny", max_calls=4)
+    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=10_000))
+    yield Place(sessions, await server.start(), engine)
+    await server.close()
+
+
+async def ask(task: Task, config: AgentConfig) -> str:
+    return str((await chat(config, USER)).output)
