@@ -38,6 +38,7 @@ UNIFORM = {
     "groups_too_small": "too small",
 }
 TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_calls": "parse failures"}
+IDENTITY = ("seed", "model", "task")  # facts of the manifest: with another one it is another run
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -55,10 +56,11 @@ class RunLog:
         self._exit.enter_context(_lock(folder))
         with ExitStack() as undo:
             undo.callback(self._exit.close)
-            self._resumed = (folder / METRICS).exists()
+            self._resumed = any((folder / name).exists() for name in (METRICS, "episodes", "checkpoints"))
             if self._resumed and not resume:
                 raise UserError(f"{folder} already holds a run: continue it with --resume, or name another with --run.")
-            write_whole(folder / CONFIG, config.to_toml())
+            if not self._resumed:
+                write_whole(folder / CONFIG, config.to_toml())
             self._trackers = trackers.build(config.trackers, folder, config)
             for tracker in self._trackers:
                 self._exit.callback(tracker.close)
@@ -79,12 +81,17 @@ class RunLog:
         """Writes what the run's bits depend on: `facts` (JSON values), the configuration, this machine.
 
         A resumed run keeps its first manifest and adds what has changed since, which is also said on the console.
+        Raises UserError when it is another run by its nature (see IDENTITY).
         """
         self.level = str(facts.get("level", ""))
         new = {"config": self.config.to_dict(), **facts, **machine()}
         path = self.folder / MANIFEST
         if self._resumed and path.exists():
             first = read_json(path)
+            for name in IDENTITY:
+                if first.get(name) != new.get(name):
+                    was = f"{self.folder} began with {name} {first.get(name)!r}, not {new.get(name)!r}"
+                    raise UserError(f"{was}: resume it with its own, or name another run with --run.")
             changed = _changes(first, new)
             first.setdefault("resumed", []).append({"time": new["time"], "changed": changed})
             new = first
@@ -93,11 +100,14 @@ class RunLog:
                 self.warn(f"Resumed with changes, so the bits may differ from an uninterrupted run: {listed}.")
         write_whole(path, json.dumps(new, indent=1) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drops the rows after `step`, and a torn last line: a resumed run writes them again."""
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """The resumption has succeeded: the configuration is written. Drops, and returns, the rows after `step`, and a
+        torn last line: a resumed run writes them again."""
+        write_whole(self.folder / CONFIG, self.config.to_toml())
         path = self.folder / METRICS
-        rows = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-        write_whole(path, "".join(_line(row) for row in rows))
+        rows = read_metrics(path) if path.exists() else []
+        write_whole(path, "".join(_line(row) for row in rows if row["step"] <= step))
+        return [row for row in rows if row["step"] > step]
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """One row, on disk when this returns; one line on the console, and a sentence when nothing could be learned.
@@ -241,7 +251,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if row is None or (row == "torn" and number == len(lines)):
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(f"{path} is damaged: line {number} is not a metrics row.")
+            raise UserError(f"{path} is damaged: line {number} is not a metrics row; delete that line.")
         rows[row["step"]] = {
             name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()
         }

@@ -80,6 +80,16 @@ class EpisodeStore:
             found[episode.task_id, episode.rollout_idx] = episode
         return found
 
+    def drop_after(self, step: int) -> None:
+        """Remove the episodes of later steps. Raises CheckpointError when the disk refuses."""
+        for later in self.steps():
+            if later > step:
+                self._mended.discard(later)
+                try:
+                    self._path(later).unlink()
+                except OSError as error:
+                    raise CheckpointError(f"Cannot remove {self._path(later)}: {error.strerror}.") from error
+
     def steps(self) -> list[int]:
         """The steps that have a file, ascending."""
         names = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*.jsonl"))

@@ -60,6 +60,7 @@ class _Run:
         self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
         self.store, self.checkpoints = EpisodeStore(folder / "episodes"), folder / "checkpoints"
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
+        self.before: dict[int, str] = {}  # by step: the weights that an interrupted run came to
 
     async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
         """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number."""
@@ -95,6 +96,8 @@ class _Run:
             await asyncio.to_thread(self.log.step, row)
             if self.trainer.problem:
                 self.log.warn(self.trainer.problem)
+            if self.before.get(step, digest) != digest:  # what it had sampled after this step is off policy now
+                await asyncio.to_thread(self.store.drop_after, step)
             if last or step % config.save_every == 0:
                 await self.save(step)
         return row
@@ -163,7 +166,8 @@ class _Run:
             done, self.best = extra["step"], extra["best"]
         after = f"Resuming after step {done} of {self.config.steps}."
         self.log.say(after if done else "There is no checkpoint yet: starting from step 1.")
-        await asyncio.to_thread(self.log.rewind, done if done else -1)
+        dropped = await asyncio.to_thread(self.log.rewind, done if done else -1)
+        self.before = {row["step"]: row["weights_sha256"] for row in dropped if "weights_sha256" in row}
         return done
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,20 @@ def test_kill_and_resume_end_at_the_same_weights(tmp_path: Path) -> None:
         assert content(tmp_path, "cut", step) == content(tmp_path, "whole", step)
     kept = EpisodeStore(episodes).finished(3)
     assert all(kept[key].metrics == episode.metrics for key, episode in finished.items())  # not run again
+
+
+def test_resumed_with_another_learning_rate_it_samples_anew_what_other_weights_had_sampled(tmp_path: Path) -> None:
+    task = flow.load_task(TASK)
+    options = {**task.defaults, "runs_dir": str(tmp_path), "run": "r"}
+    train.run(task, Config(**options), quiet=True)
+    before = [content(tmp_path, "r", step) for step in (1, 2)]
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    train.run(task, Config(**{**options, "lr": 5e-3}), resume=True, quiet=True)
+    rows = read_metrics(tmp_path / "r/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["mismatch_max"] for row in rows) <= 1e-4  # every step learned from samples of its own weights
+    assert content(tmp_path, "r", 1) == before[0]
+    assert content(tmp_path, "r", 2) != before[1]
 
 
 def test_a_finished_run_and_a_used_folder_say_so(tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ def test_a_used_folder_needs_resume_and_keeps_what_it_has(tmp_path):
     metrics.write_text(metrics.read_text() + '{"step": 4, "lo')  # the power went
     with RunLog(tmp_path / "r", Config(lr=1e-5), resume=True, console=console()) as run:
         run.manifest(level="exact", threads=1)
-        run.rewind(1)
+        assert "lr = 0.0003" in (tmp_path / "r" / "config.toml").read_text()  # until the resumption has succeeded
+        assert [row["step"] for row in run.rewind(1)] == [2, 3]
+        assert "lr = 1e-05" in (tmp_path / "r" / "config.toml").read_text()
         run.step({"step": 2, "loss": 20.0})
     assert log.read_metrics(metrics) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 20.0}]
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
@@ -178,6 +180,29 @@ def test_resuming_what_stopped_before_its_first_step_begins_it(tmp_path):
         run.manifest(level="fixed")
         run.step({"step": 1})
     assert "resumed" not in json.loads((tmp_path / "r" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["seed", "model", "task"])
+def test_another_run_does_not_continue_this_one(tmp_path, name):
+    facts = {"seed": 0, "model": "tiny", "task": "smoke"}
+    with RunLog(tmp_path / "r", Config(), console=console()) as run:
+        run.manifest(**facts)
+        run.step({"step": 1})
+    before = {path.name: path.read_text() for path in (tmp_path / "r").iterdir() if path.name != "lock"}
+    with (
+        RunLog(tmp_path / "r", Config(steps=9), resume=True, console=console()) as run,
+        pytest.raises(UserError, match=f"began with {name} .*, not 'other'"),
+    ):
+        run.manifest(**{**facts, name: "other"})
+    assert before == {path.name: path.read_text() for path in (tmp_path / "r").iterdir() if path.name != "lock"}
+
+
+@pytest.mark.parametrize("left", ["episodes/step_00001.jsonl", "checkpoints/step_000001"])
+def test_a_run_killed_in_its_first_step_is_a_run(tmp_path, left):
+    (tmp_path / "r" / left).mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds a run"):
+        RunLog(tmp_path / "r", Config(), console=console()).close()
+    RunLog(tmp_path / "r", Config(), resume=True, console=console()).close()
 
 
 def test_rewinding_keeps_numbers_that_are_not_finite(tmp_path):

@@ -229,7 +229,7 @@ def test_the_command(run):
     result = CliRunner().invoke(cli, ["show", "r"])
     assert (result.exit_code, result.stderr) == (
         2,
-        "error: runs/r/metrics.jsonl is damaged: line 1 is not a metrics row.\n",
+        "error: runs/r/metrics.jsonl is damaged: line 1 is not a metrics row; delete that line.\n",
     )
 
 
