@@ -81,15 +81,15 @@ class ChatTemplate:
         self._special_pattern = re.compile(f"(?={any_special}).", re.DOTALL)
         self.notes = self._explain()
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), *, generation: bool = True, mark: str = "") -> str:
-        """The template's text, ending (with `generation`) in the beginning of the next assistant turn.
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, mark: str = "") -> str:
+        """The template's text, ending in the beginning of the next assistant turn.
 
         With a `mark`, every special token's text inside messages and tools is broken by it behind the first character.
         Raises RequestError when the template refuses the conversation.
         """
         with _refusals():
             form = self._adapt(messages, tools)
-        return self._write(form, tools if self.native_tools else (), generation, mark)
+        return self._write(form, tools if self.native_tools else (), mark=mark)
 
     def mark(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """A character that occurs nowhere, if the text of a special token does occur in messages or tools; else ""."""
