@@ -45,6 +45,7 @@ class Config:
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
     retries: int = option(1, "fresh attempts after an episode errors", 0)
     max_calls: int = option(200, "model calls one session may make", 1)
+    max_session_tokens: int = option(0, "prompt and sampled tokens one session may use, all calls together (0 = any)", 0)
     # sampling (training overrides what an agent asks for)
     temperature: float = option(1.0, "sampling temperature in training", 0.0)
     max_tokens: int = option(256, "cap and default of new tokens per model call", 1)
@@ -72,7 +73,7 @@ class Config:
     lora_alpha: float = option(32.0, "LoRA scale: alpha / rank", 0.0)
     lora_targets: str = option("all-linear", "comma-separated module names, or all-linear")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, a third slower")
-    micro_batch_tokens: int = option(1024, "forest tokens per forward and backward", 16)
+    micro_batch_tokens: int = option(640, "forest tokens per forward and backward", 16)
     packing: Literal["forest", "paths"] = option("forest", "forest: shared prefixes once; paths: one sequence per row")
     # engine
     engine: str = option("hf", "hf, scripted, or module:attr")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minirllm import attention
 
-CHUNK = 512  # rows of logits alive at once: 512 x 49,152 x 4 bytes = 100 MB
+CHUNK = 256  # rows of logits alive at once: 256 x 49,152 x 4 bytes = 50 MB
 
 
 class Head:

@@ -64,6 +64,7 @@ async def serving(
         default_max_tokens=config.max_tokens,
         default_temperature=config.eval_temperature,
         max_calls=config.max_calls,
+        max_tokens_total=config.max_session_tokens or None,
     )
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
     server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=open_key or ""))
