@@ -20,11 +20,15 @@ import contextlib
 import contextvars
 import hashlib
 import inspect
+import logging
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -36,12 +40,15 @@ from minirllm.rewards.process import Graders, reference
 from minirllm.session import Session, Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
 
+logger = logging.getLogger(__name__)
+
 RETRIED = frozenset({TerminationReason.ERROR, TerminationReason.NO_CALLS})
 FAILED = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT})  # the agent's work cannot be graded
 REFUSED = {  # codes of the errors by which the endpoint stops an agent: it has ended, and is graded
     "context_length_exceeded": TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
     "insufficient_quota": TerminationReason.MAX_TURNS_EXCEEDED,
 }
+PATIENCE = 5.0  # seconds that user code may block the event loop before it is named
 GRACE = 1.0  # seconds a cancelled agent has to clean up before it is left behind
 
 
@@ -92,9 +99,12 @@ class Runner:
             return episode
 
         tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+        files = {_file(self.flow.fn), _file(self.evaluator.fn)}
+        watch = asyncio.create_task(_watch({file for file in files if file}))
         try:
             return list(await asyncio.gather(*tasks))
         finally:
+            watch.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -223,6 +233,32 @@ def _slug(task_id: str) -> str:
 def _file(fn: Callable[..., Any]) -> str | None:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return code.co_filename if code is not None else None
+
+
+async def _watch(files: set[str]) -> None:
+    """Until cancelled: say so when a line of `files` blocks the event loop, which no deadline can end."""
+    beats, loop_thread, over = [time.monotonic()], threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        said = 0.0  # the last beat before what was said
+        while not over.wait(PATIENCE / 4):
+            frame = sys._current_frames().get(loop_thread)
+            lines = [line for line in traceback.walk_stack(frame) if line[0].f_code.co_filename in files]
+            if lines and beats[-1] != said and time.monotonic() - beats[-1] > PATIENCE:
+                said = beats[-1]
+                logger.warning(
+                    "%s line %d has blocked everything for %.3g s: an async agent or evaluator must not make blocking "
+                    "calls; use an async client, or a plain def, which runs in a thread.",
+                    Path(lines[0][0].f_code.co_filename).name, lines[0][1], PATIENCE,
+                )  # fmt: skip
+
+    threading.Thread(target=look, name="watch", daemon=True).start()
+    try:
+        while True:
+            beats[-1] = time.monotonic()
+            await asyncio.sleep(PATIENCE / 4)
+    finally:
+        over.set()
 
 
 async def _within(work: Any, seconds: float) -> Any:

@@ -1,7 +1,9 @@
 """rollouts.py: over a real endpoint and sessions, with an engine that says what it is told."""
 
 import asyncio
+import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -194,6 +196,34 @@ async def test_a_hanging_agent_ends_at_the_deadline_and_is_not_retried(place: Pl
     go_on.set()
     await refused.wait()
     assert late == [410]
+
+
+@pytest.mark.parametrize("where", ["agent", "evaluator"])
+async def test_user_code_that_blocks_the_loop_is_named(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("minirllm.rollouts.PATIENCE", 0.2)
+
+    def spin() -> None:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            pass
+
+    async def agent(task: Task, config: AgentConfig) -> None:
+        await chat(config, USER)
+        if where == "agent":
+            spin()
+
+    async def grade(task: Task, episode: Episode) -> float:
+        if where == "evaluator":
+            spin()
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    (episode,) = await place.runner(agent, grade).run_many([Job(TASK)])
+    assert episode.reward == 1.0
+    (record,) = caplog.records  # said once, and nothing of the time that was spent waiting
+    assert re.match(r"test_rollouts.py line \d+ has blocked everything for 0.2 s: ", record.getMessage())
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(place: Place) -> None:
