@@ -45,7 +45,7 @@ class Config:
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
     retries: int = option(1, "fresh attempts after an episode errors", 0)
     max_calls: int = option(200, "model calls one session may make", 1)
-    max_session_tokens: int = option(0, "prompt and sampled tokens one session may use, all calls together (0 = any)", 0)
+    max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = any)", 0)
     # sampling (training overrides what an agent asks for)
     temperature: float = option(1.0, "sampling temperature in training", 0.0)
     max_tokens: int = option(256, "cap and default of new tokens per model call", 1)
