@@ -5,6 +5,7 @@
 mixed:  32 concurrent requests, prompts of 20 to 300 tokens, outputs of 8 to 128. ``generate`` gets them as one padded
         batch and runs until the longest output is done; both are credited with the tokens asked for.
 shared: 8 requests with one 300-token prompt, 64 tokens each.
+rates:  the engine alone, 8 and 32 requests of 94 + 64 tokens.
 Both sample at temperature 1 with end tokens ignored, so that every length is exact; the engine also returns logprobs.
 Rounds alternate between the two, and the best round of each counts: the machine may be busy.
 """
@@ -80,6 +81,16 @@ async def run_engine(engine: HFEngine, load: Load) -> None:
     assert [len(completion.token_ids) for completion in got] == [tokens for _, tokens in load]
 
 
+def rates(loop: asyncio.AbstractEventLoop, engine: HFEngine, vocabulary: int, rounds: int) -> dict[str, float]:
+    """Tokens per second of 8 and 32 different prompts of 94 tokens, 64 sampled each: what peers/vllm_rate.py runs."""
+    chance, found = random.Random(2), {}
+    for count in (8, 32):
+        load = [([chance.randrange(vocabulary) for _ in range(94)], 64) for _ in range(count)]
+        seconds = min(timed(lambda: loop.run_until_complete(run_engine(engine, load))) for _ in range(rounds))  # noqa: B023
+        found[str(count)] = round(count * 64 / seconds, 1)
+    return found
+
+
 def timed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
@@ -126,6 +137,7 @@ def main() -> None:
     result = {
         "mixed": compare(loop, engine, plain, mixed(count, policy.vocab_size), rounds),
         "shared": compare(loop, engine, plain, shared(8, policy.vocab_size, tokens), rounds),
+        "rates": rates(loop, engine, policy.vocab_size, rounds),
         "level": policy.level,
         "lora_rank": args.lora_rank,
         "threads": policy.threads,
