@@ -131,7 +131,7 @@ class RunLog:
             tracker.log(row["step"], numbers)
         self._end_bar()
         self.say(explain(row, self.config.steps, self.level))
-        if sentence := diagnose(row, self.config, self.folder.name):
+        if sentence := diagnose(row, self.config, str(self.folder)):
             self.warn(sentence)
 
     def say(self, sentence: str) -> None:
@@ -215,6 +215,8 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
         why = ", ".join(
             f"{name.removeprefix('ungraded/')} {_count(row, name)}" for name in row if name.startswith("ungraded/")
         )
+        if row.get("ungraded_reason"):
+            why += f"; the first: {row['ungraded_reason']}"
         none = f"None of the {_count(row, 'episodes')} answers could be graded"
         return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
     if config.group_size == 1:

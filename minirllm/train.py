@@ -86,6 +86,7 @@ class _Run:
                 **learned.metrics,
                 **metrics,
                 "tokens_generated": sum(e.metrics.get("response_tokens", 0.0) for e in episodes),
+                "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
                 "seconds_generate": generated - began,
                 "weight_version": self.stack.policy.version,
                 "weights_sha256": digest,

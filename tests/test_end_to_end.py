@@ -217,6 +217,7 @@ def test_whatever_an_agent_or_grader_does_is_named_and_the_run_goes_on(tmp_path:
     assert "int" in ended["wrong"].reason
     assert "nan" in ended["nan"].reason
     assert row["ungraded"] == 12
+    assert row["ungraded_reason"] in [e.reason for e in ended.values()]
 
 
 @pytest.mark.slow
