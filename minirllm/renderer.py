@@ -125,7 +125,7 @@ class Renderer:
             text.encode()
         except UnicodeEncodeError:  # half a surrogate pair: JSON can carry one, UTF-8 cannot
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(self.tokenizer.encode(text, add_special_tokens=add_bos))
+        return list(self.tokenizer.encode(text, add_special_tokens=add_bos, verbose=False))  # no word on length
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """The ids of a rendering, cut at the marks: no special token spans one, and they leave no trace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -16,6 +17,24 @@ from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
 from tests.chat_templates import ALL, FAITHFUL, STYLES, SYSTEM, TOOLS, USER, call, calling, renderer, tokenizer, turn
+
+# ---- encoding ----
+
+
+def test_a_long_text_is_encoded_without_a_word() -> None:
+    """The endpoint itself says what is too long, to whom it concerns."""
+    _, its = tiny.build()
+    its.model_max_length = 10
+    said: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert len(Renderer(its).prompt([Message("user", "x" * 100)])) > 100
+    finally:
+        logger.removeHandler(handler)
+    assert said == []
+
 
 # ---- extending ----
 
