@@ -21,7 +21,7 @@ import click
 
 from minirllm import __version__, config, flow
 from minirllm.config import FIELDS, Config
-from minirllm.errors import CheckpointError, UserError
+from minirllm.errors import CheckpointError, EngineError, UserError
 
 TRAIN = (
     "model", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature", "max_tokens", "concurrency",
@@ -50,6 +50,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except UserError as error:
             raise _Refusal(str(error)) from error
+        except EngineError as error:
+            raise _Refusal(_sentence(error)) from error
 
 
 def _options(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -113,12 +115,15 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
             raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
         own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
         settings = replace(_config(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
+    where = f" --runs-dir {settings.runs_dir}" if settings.runs_dir != Config.runs_dir else ""
+    again = f"minirllm train {task} --run {folder.name}{where} --resume"
     try:
         summary = _module("train").run(module, settings, resume=resume, quiet=quiet)
     except KeyboardInterrupt:
-        where = f" --runs-dir {settings.runs_dir}" if settings.runs_dir != Config.runs_dir else ""
-        click.echo(f"\nStopped. Continue with: minirllm train {task} --run {folder.name}{where} --resume", err=True)
+        click.echo(f"\nStopped. Continue with: {again}", err=True)
         raise SystemExit(130) from None
+    except EngineError as error:
+        raise UserError(f"{_sentence(error)} What was finished is kept; continue with: {again}") from error
     if not quiet:
         done = (
             "Done"
@@ -212,6 +217,11 @@ def _with_checkpoint(
     ]
     own = config.read_toml(files[0]) if files else {}
     return _config(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _module(name: str) -> Any:

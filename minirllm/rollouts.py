@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from minirllm.config import Config
-from minirllm.errors import GradingError, GradingTimeout, UserError
+from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, one_line
 from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
@@ -110,12 +110,18 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(self, task: Task, rollout_idx: int = 0, step: int = 0, *, validation: bool = False) -> Episode:
-        """One graded episode. Raises nothing but cancellation: what fails is in `termination_reason` and `reason`."""
+        """One graded episode: what fails is in `termination_reason` and `reason`. Raises EngineError when the engine
+        fails in the last attempt too: that is nothing which the agent did."""
         deadline = Deadline(self.config.episode_timeout)
         self.in_flight += 1
         try:
             for attempt in range(self.config.retries + 1):
-                episode = await self._attempt(Job(task, rollout_idx, step, validation), attempt, deadline)
+                try:
+                    episode = await self._attempt(Job(task, rollout_idx, step, validation), attempt, deadline)
+                except EngineError:
+                    if attempt == self.config.retries or not deadline.remaining():
+                        raise
+                    continue
                 if episode.termination_reason not in RETRIED or not deadline.remaining():
                     break
             return episode
@@ -129,6 +135,8 @@ class Runner:
             episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline)
         finally:
             self.sessions.close(session.id)  # late calls, of a thread left behind say, are refused
+        if session.failure is not None:
+            raise session.failure
         _identify(episode, job, attempt, session)
         if episode.termination_reason in FAILED or not session.steps:
             episode.trajectories[0].steps = list(session.steps)  # what it had done can be read

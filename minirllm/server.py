@@ -160,8 +160,9 @@ class ModelRoute:
             await exchange.fail(problem)
         except UserError as problem:
             await exchange.fail(RequestError(str(problem)))
-        except EngineError:
-            logger.exception("engine cannot serve %s", scope["path"])
+        except EngineError as problem:
+            cause = problem if problem.__cause__ is not None else None
+            logger.error("the engine cannot serve %s: %s", scope["path"], problem, exc_info=cause)
             await exchange.fail(RequestError("The engine cannot serve this call; see the server's log.", status=503))
         except Exception:
             logger.exception("internal error in %s", scope["path"])

@@ -85,6 +85,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.closed = False
+        self.failure: EngineError | None = None  # of the engine, in a call of this session
         self.tree = TokenTree()
         self.steps: list[Step] = []  # in the order in which their requests arrived
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -122,7 +123,11 @@ class Session:
             raise
         if flight.task.cancelled():
             raise SessionClosed(f"Session {self.id!r} was closed during this call.")
-        return flight.task.result()
+        try:
+            return flight.task.result()
+        except EngineError as error:
+            self.failure = error
+            raise
 
     def delivered(self, reply_id: str) -> None:
         """The answer with this `ModelReply.id` reached its client: an equal request is a new sample from now on."""

@@ -121,8 +121,10 @@ class _Run:
             self.progress(f"step {step}", len(finished), len(wanted), finished.values())
 
         self.progress(f"step {step}", len(finished), len(wanted), finished.values())
-        await self.runner.run_many(missing, keep)
-        await asyncio.gather(*writes)
+        try:
+            await self.runner.run_many(missing, keep)
+        finally:  # also when interrupted: what is finished is kept
+            await asyncio.gather(*writes)
         return [finished[job.task.id, job.rollout_idx] for job in wanted]
 
     async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from minirllm import cli
 from minirllm.config import FIELDS, Config
-from minirllm.errors import UserError
+from minirllm.errors import EngineError, UserError
 
 TASK = """
 from minirllm import Task, evaluator, rollout
@@ -158,6 +158,18 @@ def test_interrupting_says_how_to_go_on(place, work):
     result = invoke("train", "mine.py", "--run", "r", "--runs-dir", "out")
     assert result.exit_code == 130
     assert result.stderr == "\nStopped. Continue with: minirllm train mine.py --run r --runs-dir out --resume\n"
+
+
+def test_a_failed_engine_says_how_to_go_on(place, work):
+    work.error = EngineError("the engine failed: RuntimeError: out of memory")
+    failed = invoke("train", "mine.py", "--run", "r")
+    assert failed.exit_code == 2
+    assert failed.stderr == (
+        "error: The engine failed: RuntimeError: out of memory. What was finished is kept; continue with: "
+        "minirllm train mine.py --run r --resume\n"
+    )
+    failed = invoke("eval", "mine.py")
+    assert (failed.exit_code, failed.stderr) == (2, "error: The engine failed: RuntimeError: out of memory.\n")
 
 
 def test_a_user_error_is_one_line(place, work):

@@ -111,8 +111,14 @@ async def test_engine_trouble_hides_internals(place: Place, caplog) -> None:
     assert (answer.status_code, error_of(answer)["type"]) == (500, "server_error")
     assert "detail" not in answer.text
     assert "internal detail" in caplog.text
+    caplog.clear()
     place.engine.fault = EngineError("device failed")
     assert (await place.post(body={"messages": [USER]})).status_code == 503
+    place.engine.fault.__cause__ = RuntimeError("out of memory")
+    assert (await place.post(body={"messages": [USER]})).status_code == 503
+    first, second = caplog.records
+    assert ("device failed" in first.getMessage(), first.exc_info) == (True, None)
+    assert second.exc_info is not None  # where the cause is known, it is shown
 
 
 # ---- slow generation, vanishing clients ----

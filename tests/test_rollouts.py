@@ -13,6 +13,7 @@ import pytest
 
 from minirllm import AgentConfig, Episode, EvalOutput, Step, Task, Trajectory
 from minirllm.client import chat
+from minirllm.errors import EngineError
 from minirllm.rollouts import Job
 from minirllm.types import Signal, TerminationReason
 from tests.agents import TASK, USER, Place, ask, serving
@@ -224,6 +225,36 @@ async def test_user_code_that_blocks_the_loop_is_named(
     assert episode.reward == 1.0
     (record,) = caplog.records  # said once, and nothing of the time that was spent waiting
     assert re.match(r"test_rollouts.py line \d+ has blocked everything for 0.2 s: ", record.getMessage())
+
+
+@pytest.mark.parametrize("swallows", [True, False])
+async def test_an_engine_that_failed_is_not_the_agents_fault(place: Place, swallows: bool) -> None:
+    """It ends the work: no episode says that the agent failed, or answered nothing."""
+
+    async def agent(task: Task, config: AgentConfig) -> str:
+        try:
+            return await ask(task, config)
+        except httpx.HTTPError:
+            if swallows:
+                return ""
+            raise
+
+    place.engine.failure = EngineError("the device is gone")
+    done: list[Episode] = []
+    with pytest.raises(EngineError, match="the device is gone"):
+        await place.runner(agent, retries=2).run_many([Job(TASK), Job(Task("b"))], done.append)
+    assert done == []
+    assert len({seed for _, _, seed in place.engine.calls}) >= 3  # it was tried again
+    assert list(place.sessions) == []
+
+
+async def test_an_engine_that_fails_once_is_tried_again(place: Place) -> None:
+    async def agent(task: Task, config: AgentConfig) -> str:
+        place.engine.failure = None if place.engine.calls else EngineError("one bad number")
+        return await ask(task, config)
+
+    episode = await place.run(agent, retries=1)
+    assert (episode.reward, episode.attempt) == (1.0, 1)
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(place: Place) -> None:
