@@ -30,6 +30,9 @@ from minirllm.errors import LedgerError
 from minirllm.tree import Forest, Spans, concatenate, merge, unfold
 from minirllm.types import Episode, Trajectory
 
+#: What sessions and rollouts counted in ``Episode.metrics`` that a step's metrics add up.
+COUNTED = ("branches", "rerendered", "unprovable", "edited", "reasked", "replayed", "aborted", "unclaimed_calls")
+
 
 @dataclass
 class Batch:
@@ -230,6 +233,7 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "calls": float(len(steps)),
         "truncated": float(sum(step.finish_reason == "length" for step in steps)),
         "malformed_tool_calls": float(sum(step.response is not None and step.response.malformed for step in steps)),
+        **{name: float(sum(episode.metrics.get(name, 0) for episode in episodes)) for name in COUNTED},
     }
     if graded:
         metrics |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}

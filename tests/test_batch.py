@@ -255,3 +255,12 @@ def test_counts_of_malformed_tool_calls_and_signals():
 def test_token_order_within_a_task_is_rollout_order():
     batch = make([episode("a", i, float(i % 2), [(10 + i,)]) for i in range(4)])
     assert all(a < b for a, b in pairwise(trained(batch, "token_T")))
+
+
+def test_what_sessions_counted_is_in_the_metrics():
+    counted = {"branches": 2.0, "unprovable": 1.0, "edited": 1.0, "turns": 5.0}
+    metrics = make([episode("a", 0, 1.0, metrics=counted), episode("a", 1, None, metrics={"unprovable": 2.0})]).metrics
+    assert {name: metrics[name] for name in ("branches", "unprovable", "edited", "rerendered", "aborted")} == {
+        "branches": 2, "unprovable": 3, "edited": 1, "rerendered": 0, "aborted": 0,
+    }  # fmt: skip
+    assert "turns" not in metrics
