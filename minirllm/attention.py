@@ -207,6 +207,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls, with ``[1, heads, T, D]``. The layout travels as a keyword through the model."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("its attention has sinks, which this attention does not do")
     layout: Layout = kwargs["layout"]
     out_THD = layout.attend(module.layer_idx, query[0], key[0], value[0], scaling, kwargs.get("sliding_window"))
     return out_THD[None], None

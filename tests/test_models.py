@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, MambaConfig, MambaForCausalLM
 
 from minirllm import models
 from minirllm.attention import IMPLEMENTATION, ForestLayout
 from minirllm.errors import ModelError
 from minirllm.files import sha256
 from minirllm.models import embedded, tiny
+from minirllm.models.folder import check_attention
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # the file that transformers' own GGUF loader and save_pretrained arrive at
@@ -223,6 +224,16 @@ def test_a_model_without_exchangeable_attention(folder: Path, tmp_path: Path) ->
         tmp_path
     )
     assert "cannot be used" in message(str(tmp_path)) or "Cannot load" in message(str(tmp_path))
+
+
+def test_a_model_whose_attention_has_sinks_is_refused() -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 32)
+    config = GptOssConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="sinks"):
+        check_attention(GptOssForCausalLM._from_config(config, attn_implementation=IMPLEMENTATION), "own/sinks")
 
 
 # --- the hub, played by a small server
