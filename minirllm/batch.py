@@ -92,8 +92,8 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
         "trained_tokens": float(trained),
         "context_tokens": float(total - trained),
         "tokens": float(total),
-        "prefix_saving": sum(map(_unfolded, forests))
-        / max(1, total),  # tokens of one path at a time, over tokens computed
+        # tokens of one path at a time, over tokens computed
+        "prefix_saving": sum(map(_unfolded, forests)) / max(1, total),
     }
     return Batch(micro_batches, metrics)
 

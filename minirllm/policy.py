@@ -61,9 +61,8 @@ class Policy:
         self.tokenizer, self.config = tokenizer, config
         self.device = next(model.parameters()).device
         self.version = 0
-        self._mask = torch.ones(
-            1, 1, 1, 1, dtype=torch.bool, device=self.device
-        )  # given, so that none is built; unread
+        # given, so that none is built; unread
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         # in a small model, waking a second thread costs more than it brings
         small = sum(p.numel() for p in model.parameters()) < 20_000_000
         self.threads = config.threads or (1 if small else min(2, os.cpu_count() or 1))

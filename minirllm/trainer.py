@@ -105,9 +105,8 @@ class Trainer:
             "entropy": entropy_T[at_N].sum(dtype=torch.float64).item(),
             "mismatch_mean": difference_N.abs().sum().item(),
             "mismatch_max": difference_N.abs().max().item(),
-            "mismatch_kl": (difference_N.exp() - difference_N - 1)
-            .sum()
-            .item(),  # k3 estimate of KL(sampler || trainer)
+            # k3 estimate of KL(sampler || trainer)
+            "mismatch_kl": (difference_N.exp() - difference_N - 1).sum().item(),
             "ratio_max": (difference_N.exp() - 1).abs().max().item(),
             "tokens": float(len(at_N)),
         }

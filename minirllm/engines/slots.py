@@ -40,9 +40,8 @@ class Slots:
         self.ids_SC = np.zeros((slots, capacity), np.int64)
         self.known_S = np.zeros(slots, np.int64)  # tokens of the sequence, the last of which may not be stored yet
         self.stored_S = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.prompt_S = np.zeros(
-            slots, np.int64
-        )  # tokens of the prompt; its last hidden state is kept once it is stored
+        # tokens of the prompt; its last hidden state is kept once it is stored
+        self.prompt_S = np.zeros(slots, np.int64)
         self.used_S = np.zeros(slots, np.int64)  # a clock: when the slot was last given back
         self._clock = 0
 
