@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from minirllm import flow, train
-from minirllm.config import Config, from_mapping
+from minirllm.config import Config, from_mapping, read_toml
 from minirllm.types import Task
 
 Dataset = Sequence[Task] | Callable[[Config], Iterable[Task]]
@@ -37,4 +37,7 @@ class AgentTrainer:
 
     def train(self, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
         """Blocks until the run is done; returns its last metrics row. Raises UserError for what the user can mend."""
-        return train.run(self.task, self.config, resume=resume, quiet=quiet)
+        config, own = self.config, self.config.run_folder(self.task.name) / "config.toml"
+        if resume and not config.date and own.is_file():
+            config = replace(config, date=read_toml(own).get("date", ""))  # prompts may hold it
+        return train.run(self.task, config, resume=resume, quiet=quiet)

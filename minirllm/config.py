@@ -48,7 +48,7 @@ class Config:
     max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = any)", 0)
     # sampling (training overrides what an agent asks for)
     temperature: float = option(1.0, "sampling temperature in training", 0.0)
-    max_tokens: int = option(256, "cap and default of new tokens per model call", 1)
+    max_tokens: int = option(256, "new tokens per model call; agents may ask for less, and in evaluation for more", 1)
     eval_temperature: float = option(1.0, "sampling temperature in evaluation when the agent asks for none", 0.0)
     # algorithm
     algorithm: str = option("grpo", "grpo, rloo, reinforce, or module:attr")
@@ -88,7 +88,7 @@ class Config:
     # evaluation and saving
     eval_every: int = option(10, "steps between evaluations on held-out tasks (0 = only before and after)", 0)
     eval_tasks: int = option(64, "held-out tasks per evaluation (0 = none)", 0)
-    save_every: int = option(10, "steps between checkpoints; the last step is always saved", 1)
+    save_every: int = option(10, "steps between checkpoints; the best evaluated step and the last are saved, too", 1)
     keep_checkpoints: int = option(2, "newest checkpoints to keep, besides the best", 1)
     # task data and output
     data: str = option("", "JSON-lines rows for tasks that read a dataset, instead of the hub")

@@ -99,7 +99,7 @@ class _Run:
                 self.log.warn(self.trainer.problem)
             if self.before.get(step, digest) != digest:  # what it had sampled after this step is off policy now
                 await asyncio.to_thread(self.store.drop_after, step)
-            if last or step % config.save_every == 0:
+            if last or step % config.save_every == 0 or step == self.best["step"]:
                 await self.save(step)
         return row
 

@@ -22,6 +22,7 @@ import pytest
 
 from minirllm import AgentTrainer, Config, Episode, EvalOutput, Signal, Task, evaluator, flow, rollout, train
 from minirllm.client import chat
+from minirllm.config import read_toml
 from minirllm.errors import ConfigError, TaskError
 from minirllm.log import read_metrics
 from minirllm.store import EpisodeStore
@@ -179,6 +180,24 @@ def test_agent_trainer_with_the_official_client(tmp_path: Path) -> None:
         AgentTrainer(sync_agent, length, {"stepz": 1}, tasks)
     with pytest.raises(TaskError, match="no tasks"):
         AgentTrainer(sync_agent, length, {**options, "run": "empty"}, []).train(quiet=True)
+
+
+def test_the_best_step_has_a_checkpoint_and_a_resumed_run_keeps_its_date(tmp_path: Path) -> None:
+    held_out_rewards = iter([0.0, 1.0, 0.5, 0.5])  # of steps 0 to 3
+
+    async def grade(task: Task, episode: Episode) -> float:
+        return next(held_out_rewards) if episode.metadata["validation"] else len(episode.answer) % 3 / 2
+
+    options = {
+        "model": "tiny", "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_every": 1, "save_every": 10,
+        "runs_dir": str(tmp_path), "run": "r",
+    }  # fmt: skip
+    tasks = [Task("a", "Say a"), Task("b", "Say b")]
+    for more in ({"steps": 2, "date": "2020-01-02"}, {"steps": 3}):
+        trainer = AgentTrainer(sync_agent, grade, {**options, **more}, tasks[:1], tasks[1:])
+        trainer.train(quiet=True, resume=more["steps"] == 3)
+    assert sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir()) == [f"step_00000{n}" for n in (1, 2, 3)]
+    assert read_toml(tmp_path / "r/config.toml")["date"] == "2020-01-02"
 
 
 @rollout
