@@ -11,7 +11,7 @@ import click
 import pytest
 
 import test_architecture
-from minirllm import flow
+from minirllm import AgentTrainer, flow, train
 from minirllm.cli import cli
 from minirllm.config import Config
 
@@ -85,6 +85,16 @@ def test_readme_example_is_a_whole_task(tmp_path: Path) -> None:
     (tmp_path / "capital.py").write_text(example)
     task = flow.load_task(str(tmp_path / "capital.py"))
     assert (task.name, len(task.train(Config())), len(task.held_out(Config()))) == ("capital", 4, 1)
+    options = {"model": "tiny", "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_tasks": 1}
+    row = train.run(task, Config(**options, runs_dir=str(tmp_path)), quiet=True)
+    assert (row["step"], row["episodes"], row["ungraded"], row["eval_without_reward"]) == (1, 4, 0, 0)
+
+
+def test_readme_trainer_takes_what_the_example_defines(tmp_path: Path) -> None:
+    example, second = (block for block in blocks(README, "python"))
+    names: dict[str, object] = {"__name__": "capital"}
+    exec(example, names)
+    exec(second.replace(".train()", ""), names | {"AgentTrainer": AgentTrainer})
 
 
 def test_architecture_shows_the_import_rows() -> None:
