@@ -24,6 +24,7 @@ import numpy as np
 from minirllm import algorithms, batch, checkpoint, evaluate
 from minirllm.config import Config
 from minirllm.errors import CheckpointError
+from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
@@ -44,6 +45,7 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
     with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
         async with serving(config, say=log.say) as stack:
             facts = {**stack.facts, "task": task.name, "task_file": str(task.path or ""), "seed": config.seed}
+            facts["task_sha256"] = await asyncio.to_thread(sha256, task.path) if task.path else ""
             await asyncio.to_thread(log.manifest, **facts, data_revision=task.data_revision)
             runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")

@@ -119,6 +119,17 @@ def test_resumed_with_another_learning_rate_it_samples_anew_what_other_weights_h
     assert content(tmp_path, "r", 2) != before[1]
 
 
+def test_a_task_file_changed_before_resuming_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    for text, steps in (("", 1), ("\n# another reward\n", 2)):
+        file.write_text(Path(TASK).read_text() + text)
+        task = flow.load_task(file)
+        options = {**task.defaults, "runs_dir": str(tmp_path), "run": "r", "steps": steps}
+        train.run(task, Config(**options), resume=steps == 2, quiet=True)
+    (resumed,) = json.loads((tmp_path / "r/manifest.json").read_text())["resumed"]
+    assert set(resumed["changed"]) == {"config.steps", "task_sha256"}
+
+
 def test_a_finished_run_and_a_used_folder_say_so(tmp_path: Path) -> None:
     rows = run(tmp_path, "once", "--steps", "1")
     done = subprocess.run(command(tmp_path, "once", "--steps", "1"), capture_output=True, text=True, check=False)
