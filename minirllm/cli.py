@@ -170,7 +170,8 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
     help="Port to listen on; 0 takes a free one.",
 )
 @click.option("--key", help="The key clients must send.  [default: a new random one]")
-def serve(host: str, port: int, key: str | None, checkpoint: str | None, **options: Any) -> None:
+@click.option("--admin-key", default="", help="The key of the admin routes.  [default: there are no admin routes]")
+def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str | None, **options: Any) -> None:
     """Serve a model to any OpenAI client until interrupted."""
     settings, folder = _with_checkpoint(options, {}, checkpoint)
     secret = key or "sk-" + secrets.token_urlsafe(24)
@@ -184,7 +185,8 @@ def serve(host: str, port: int, key: str | None, checkpoint: str | None, **optio
         )
 
     try:
-        _module("stack").serve(settings, host=host, port=port, key=secret, checkpoint=folder, ready=ready)
+        address, keys = (host, port), (secret, admin_key)
+        _module("stack").serve(settings, address=address, keys=keys, checkpoint=folder, ready=ready)
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
 

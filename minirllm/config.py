@@ -43,6 +43,7 @@ class Config:
     seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
     concurrency: int = option(64, "rollouts in flight", 1)
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
+    grading_timeout: float = option(60.0, "for one grading, seconds; an evaluator may have its own", 0.01)
     retries: int = option(1, "fresh attempts after an episode errors", 0)
     max_calls: int = option(200, "model calls one session may make", 1)
     max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = any)", 0)

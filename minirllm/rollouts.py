@@ -213,9 +213,10 @@ class Runner:
             trajectory.reward = output.reward if reward is None else reward
 
     async def _verdict(self, task: Task, episode: Episode, deadline: Deadline) -> EvalOutput:
+        limit = self.evaluator.timeout or self.config.grading_timeout
         if self.graders is not None:
-            return await self.graders.grade(task, episode, deadline.remaining(), self.evaluator.timeout)
-        limit = min(deadline.remaining(), self.evaluator.timeout or deadline.seconds)
+            return await self.graders.grade(task, episode, deadline.remaining(), limit)
+        limit = min(deadline.remaining(), limit)
         grader = self.evaluator
 
         async def work() -> EvalOutput:

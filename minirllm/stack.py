@@ -46,9 +46,10 @@ async def serving(
     weights: Path | None = None,
     address: tuple[str, int] = ("127.0.0.1", 0),
     open_key: str | None = None,
+    admin_key: str = "",
 ) -> AsyncIterator[Stack]:
     """Load, start and, at the end, stop everything. `weights` is a checkpoint, or a run whose newest one is taken.
-    `open_key` also serves calls outside any session to its bearers, and opens the admin routes.
+    `open_key` also serves calls outside any session to its bearers; `admin_key` opens the admin routes to its own.
 
     Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken.
     """
@@ -67,7 +68,7 @@ async def serving(
         max_tokens_total=config.max_session_tokens or None,
     )
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
-    server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=open_key or ""))
+    server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key))
     try:
         await engine.start()
         facts = {
@@ -106,12 +107,23 @@ def _load(
 
 
 def serve(
-    config: Config, *, host: str, port: int, key: str, checkpoint: Path | None, ready: Callable[[str], None]
+    config: Config,
+    *,
+    address: tuple[str, int],
+    keys: tuple[str, str],
+    checkpoint: Path | None,
+    ready: Callable[[str], None],
 ) -> None:
-    """Serve until interrupted; `ready` hears the base URL (with ``/v1``) once it answers."""
+    """Serve until interrupted; `ready` hears the base URL (with ``/v1``) once it answers.
+
+    `keys`: the one that clients send, and the one for the admin routes (empty: there are none).
+    """
 
     async def forever() -> None:
-        async with serving(config, weights=checkpoint, address=(host, port), open_key=key) as stack:
+        open_key, admin_key = keys
+        async with serving(
+            config, weights=checkpoint, address=address, open_key=open_key, admin_key=admin_key
+        ) as stack:
             ready(f"{stack.base_url}/v1")
             await asyncio.Event().wait()
 

@@ -51,7 +51,8 @@ class Work(types.ModuleType):
 
     def serve(self, config: Config, *, ready: Any, **options: Any) -> None:
         self.calls.append(("serve", config, options))
-        ready(f"http://{options['host']}:{options['port']}/v1")
+        host, port = options["address"]
+        ready(f"http://{host}:{port}/v1")
         if self.error is not None:
             raise self.error
 
@@ -291,14 +292,14 @@ def test_serve_prints_where_the_key_and_an_example(place, work):
     assert json.loads(curl.split("-d '")[1].rstrip("'"))["messages"][0]["role"] == "user"
     ((_, config, options),) = work.calls
     assert config.model == "tiny"
-    assert options == {"host": "127.0.0.1", "port": 1234, "key": "secret", "checkpoint": None}
+    assert options == {"address": ("127.0.0.1", 1234), "keys": ("secret", ""), "checkpoint": None}
 
 
 def test_serve_makes_a_key_of_its_own(place, work):
     keys = set()
     for _ in range(2):
         assert invoke("serve").exit_code == 0
-        keys.add(work.calls[-1][2]["key"])
+        keys.add(work.calls[-1][2]["keys"][0])
     assert len(keys) == 2
     assert all(len(key) > 30 for key in keys)
 

@@ -41,6 +41,17 @@ async def test_without_a_key_nothing_is_served_outside_sessions() -> None:
             assert (await client.get(f"{stack.base_url}/admin/sessions")).status_code in (401, 404)
 
 
+async def test_the_admin_routes_have_a_key_of_their_own() -> None:
+    async with serving(TINY, open_key="sk-open", admin_key="sk-admin") as stack:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            url = f"{stack.base_url}/admin/sessions"
+            statuses = [
+                (await client.get(url, headers={"Authorization": f"Bearer {key}"})).status_code
+                for key in ("sk-open", "sk-admin")
+            ]
+        assert statuses == [401, 200]
+
+
 async def test_a_taken_port_and_a_missing_checkpoint_are_sentences(tmp_path: Path) -> None:
     async with serving(TINY) as stack:
         port = int(stack.base_url.rpartition(":")[2])

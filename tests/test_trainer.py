@@ -13,6 +13,7 @@ from minirllm.algorithms import create
 from minirllm.attention import ForestLayout
 from minirllm.batch import build
 from minirllm.config import Config
+from minirllm.errors import ConfigError
 from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.trainer import Trainer, learning_rate
@@ -279,3 +280,9 @@ async def test_adamw_with_weight_decay_by_hand(make_policy):
     for name, parameter in policy.trainable().items():  # at the first step the moments' ratio is g / (|g| + eps)
         wanted = before[name] * (1 - 0.01 * 0.1) - 0.01 * gradient[name] / (gradient[name].abs() + 1e-8)
         assert torch.allclose(parameter.detach(), wanted, atol=1e-6), name
+
+
+def test_training_without_temperature_is_refused(make_policy) -> None:
+    policy = make_policy(temperature=0.0)
+    with pytest.raises(ConfigError, match="temperature = 0"):
+        Trainer(policy, policy.config, create("grpo"))
