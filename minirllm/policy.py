@@ -235,7 +235,7 @@ class Policy:
         return self._level()
 
     def _level(self) -> str:
-        wanted = self.config.determinism
+        wanted, attention.ROW_MULTIPLE = self.config.determinism, exactness.ROW_MULTIPLES[0]
         if wanted == "off":
             return "off"
         exact = False

@@ -93,7 +93,8 @@ def _load(
     config: Config, device: str, weights: Path | None, say: Callable[[str], None] | None
 ) -> tuple[models.LoadedModel, Policy, Engine, Renderer]:
     """What takes seconds, off the event loop."""
-    loaded = models.load(config.model, device, progress=say)
+    # all parameters trained: small updates would vanish in bf16; adapters are fp32 anyway
+    loaded = models.load(config.model, device, None if config.lora_rank else torch.float32, say)
     policy = Policy(loaded.model, loaded.tokenizer, config)
     if weights is not None:
         policy.load_weights(_checkpoint(weights))

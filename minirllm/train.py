@@ -10,6 +10,7 @@ forests and metrics; it knows no tensors and no HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import runpy
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 
 from minirllm import algorithms, batch, checkpoint, evaluate
 from minirllm.config import Config
-from minirllm.errors import CheckpointError
+from minirllm.errors import CheckpointError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.log import RunLog
@@ -185,7 +186,10 @@ def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
 
 
 def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """`train` for callers without an event loop."""
+    """`train` for callers without an event loop. Raises UserError where one runs, as in a notebook."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise UserError("An event loop is running here: `await minirllm.train.train(task, config)` instead.")
     return asyncio.run(train(task, config, resume=resume, quiet=quiet))
 
 

@@ -24,6 +24,7 @@ import torch
 from minirllm.algorithms import Algorithm
 from minirllm.batch import Batch
 from minirllm.config import Config
+from minirllm.engines.sampling import effective_temperature
 from minirllm.errors import ConfigError
 from minirllm.policy import Policy
 from minirllm.tree import Forest
@@ -48,8 +49,8 @@ class Trainer:
     def __init__(self, policy: Policy, config: Config, algorithm: Algorithm, dump_folder: Path | None = None):
         """`dump_folder` receives the batch of a skipped step. ConfigError when the algorithm refuses the options."""
         algorithm.validate(config)
-        if config.temperature == 0:
-            raise ConfigError("temperature = 0 gives every rollout of a task the same answer: nothing can be learned.")
+        if effective_temperature(config.temperature) == 0:
+            raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
         self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
         self.step = 0
         self.problem = ""  # one sentence about the last update when it was skipped, else empty

@@ -30,7 +30,7 @@ from minirllm.errors import ContextOverflow, EngineError, ModelError
 from minirllm.policy import Policy
 from minirllm.types import Completion, SampledToken, SamplingParams, StopCheck
 
-ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENDING = {"full_attention", "sliding_attention"}
 IDLE_SHARE = 0.25  # idle slots between running ones, as a share of the running ones, before rows are moved together
 
 
