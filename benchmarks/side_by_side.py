@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--determinism", default="auto")
+    parser.add_argument("--no-price", action="store_true", help="leave out ours without the exact level")
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/baselines/side_by_side.json"))
     parser.add_argument("--ours", type=int, help="(internal) run ours with this many sentences and print JSON")
@@ -101,7 +102,8 @@ def main() -> None:
         for _ in range(options.rounds):
             this = [sys.executable, __file__, "--ours", str(sentences), *common]
             found["ours"].append(child([*this, "--determinism", "auto"]))
-            found["fast"].append(child([*this, "--determinism", "off"]))
+            if not options.no_price:
+                found["fast"].append(child([*this, "--determinism", "off"]))
             if options.trl_python:
                 script = str(Path(__file__).parent / "peers/trl_steps.py")
                 found["trl"].append(child([options.trl_python, script, folder, "--sentences", str(sentences), *common]))
