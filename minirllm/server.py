@@ -251,6 +251,8 @@ class Server:
             )
         except OSError as error:
             raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another host or port.") from None
+        # accepted sockets inherit it; asyncio sets it only on those made for TCP by number. Without: 40 ms an answer
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
             self.app,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 
 import httpx
@@ -9,6 +11,8 @@ import pytest
 
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, UserError
+from minirllm.server import Server, build_app
+from minirllm.session import Sessions
 from minirllm.stack import serving
 
 TINY = Config(model="tiny", max_tokens=12, slots=4)
@@ -50,6 +54,22 @@ async def test_the_admin_routes_have_a_key_of_their_own() -> None:
                 for key in ("sk-open", "sk-admin")
             ]
         assert statuses == [401, 200]
+
+
+async def test_answers_are_not_held_back_by_the_socket() -> None:
+    server = Server(build_app(Sessions(None, None, "m"), model="m"))
+    base_url = await server.start()
+    host, _, port = base_url.removeprefix("http://").partition(":")
+    _reader, writer = await asyncio.open_connection(host, int(port))
+    accepted = [c.transport.get_extra_info("socket") for c in server._uvicorn.server_state.connections]
+    for _ in range(100):
+        if accepted:
+            break
+        await asyncio.sleep(0.01)
+        accepted = [c.transport.get_extra_info("socket") for c in server._uvicorn.server_state.connections]
+    assert [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in accepted] == [1]
+    writer.close()
+    await server.close()
 
 
 async def test_a_taken_port_and_a_missing_checkpoint_are_sentences(tmp_path: Path) -> None:
