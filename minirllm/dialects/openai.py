@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-class Stream:
+class Stream(ABC):
     """One streamed answer as server-sent events. The subclass says what a chunk of its dialect looks like."""
 
     object = ""
@@ -88,17 +89,17 @@ class Stream:
         self.prompt_known = False
         self.sent = [Sent() for _ in range(request.n)]
 
+    @abstractmethod
     def first(self, index: int) -> dict[str, Any]:
         """The entry of `choices` that opens choice `index`, before anything is sampled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, delta: Delta, already: Sent) -> dict[str, Any]:
         """The entry of `choices` for one piece, which may be empty; `already`: what was sent before it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place_prompt(self, event: dict[str, Any], ids: list[int]) -> None:
         """Put the prompt's token ids where the dialect has them."""
-        raise NotImplementedError
 
     def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
         """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
