@@ -200,7 +200,7 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def show(run: str, step: int | None, episodes: int, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
-    page = _module("show")
+    page = _module("tools.show")
     page.show(page.find_run(run, runs_dir), step=step, episodes=episodes)
 
 
@@ -213,7 +213,7 @@ def _with_checkpoint(
         return settings, None
     folder = Path(checkpoint)
     if not folder.exists():
-        folder = _module("show").find_run(checkpoint, settings.runs_dir)
+        folder = _module("tools.show").find_run(checkpoint, settings.runs_dir)
     files = [
         place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()
     ]

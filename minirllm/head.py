@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minirllm import attention
+from minirllm import attention, linear
 
 CHUNK = 256  # rows of logits alive at once: 256 x 49,152 x 4 bytes = 50 MB
 
@@ -43,7 +43,7 @@ class Head:
         """``[N, V]`` in fp32; the product has a multiple of `attention.ROW_MULTIPLE` rows."""
         N = hidden_NE.shape[0]
         padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % attention.ROW_MULTIPLE)).float()
-        logits_NV = F.linear(padded_NE, self.weight.float(), None if self.bias is None else self.bias.float())[:N]
+        logits_NV = linear.product(padded_NE, self.weight.float(), None if self.bias is None else self.bias.float())[:N]
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
     def score(self, hidden_NE: Tensor, token_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class _Score(torch.autograd.Function):
             entropy.append(-(logprob_NV.exp() * logprob_NV).sum(-1))
             if ctx.needs_input_grad[0]:
                 slope_NV = _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows])
-                slope.append((slope_NV @ weight_VE.float()).to(hidden_NE.dtype))
+                slope.append(linear.product(slope_NV, weight_VE.float().t()).to(hidden_NE.dtype))
         ctx.head = head
         ctx.save_for_backward(hidden_NE, token_N, temperature_N, torch.cat(slope) if slope else None)
         entropy_N = torch.cat(entropy)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from minirllm import attention, exactness, head
+from minirllm import attention, exactness, head, linear
 from minirllm.config import Config
 from minirllm.errors import ConfigError, ModelError
 from minirllm.tree import Forest
@@ -70,6 +70,7 @@ class Policy:
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", config.max_context))
         self.eos_ids = _eos_ids(model, tokenizer)
         self.model = self._lane.submit(self._trainable_model, model).result()
+        self._lane.submit(linear.speed_up, self.model).result()
         base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self._decoder, self._head = base.get_decoder(), head.Head(base.get_output_embeddings(), softcap)

@@ -19,18 +19,18 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors machine types",
+    "attention errors linear machine types",
     "client config conversation dialects exactness files head returns syntaxes tree",
     "algorithms flow models policy store template trackers",
     "batch checkpoint engines log renderer rewards",
-    "inflight show trainer",
+    "inflight trainer",
     "session",
     "exchange rollouts",
     "server",
     "stack",
     "evaluate",
     "train",
-    "agent_trainer",
+    "agent_trainer tools",
     "cli",
 ]
 
@@ -41,12 +41,12 @@ OUTSIDE = {
     "gguf": "models",
     "huggingface_hub": "models",
     "math_verify": "rewards",
-    "peft": "policy",
-    "rich": "log show",
+    "peft": "linear policy",
+    "rich": "log tools",
     "starlette": "server",
     "sympy": "rewards",
     "tensorboard": "trackers",
-    "torch": "algorithms attention checkpoint engines exactness files head models policy stack trainer",
+    "torch": "algorithms attention checkpoint engines exactness files head linear models policy stack trainer",
     "trackio": "trackers",
     "transformers": "attention models policy",
     "uvicorn": "server",

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from minirllm import show
 from minirllm.cli import cli
 from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.log import RunLog
 from minirllm.store import EpisodeStore
+from minirllm.tools import show
 from minirllm.types import Episode, Message, Step, TerminationReason, ToolCall, Trajectory
 
 

@@ -1,0 +1,122 @@
+"""Linear layers against torch's and peft's own, and a row's bits against those of the row alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from minirllm import linear
+
+NEEDS = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+class Net(nn.Module):
+    """Two layers, one of them with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def adapted() -> Any:
+    torch.manual_seed(1)
+    model = get_peft_model(Net(), LoraConfig(r=4, lora_alpha=6, target_modules=["up", "down"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def outcome(model: Any, x: Tensor) -> list[Tensor]:
+    """Output, gradient of the input, gradients of what is trained."""
+    leaf = x.clone().requires_grad_(True)
+    out = model(leaf)
+    (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+    return [out.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("make", [Net, adapted], ids=["full", "lora"])
+@pytest.mark.parametrize("shape", [(4, 24), (1, 7, 24), (2, 3, 24)])
+def test_output_and_every_gradient_equal_torchs(make: Any, shape: tuple[int, ...]) -> None:
+    plain, quick = make(), make()
+    linear.speed_up(quick)
+    torch.manual_seed(2)
+    x = torch.randn(shape)
+    want, got = outcome(plain, x), outcome(quick, x)
+    assert len(got) == len(want)
+    assert len(got) >= 5
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(quick(x), got[0])  # the way without autograd has the same bits
+
+
+def test_names_and_state_stay() -> None:
+    model = adapted()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    linear.speed_up(model)
+    assert {type(m) for m in model.modules()} >= {linear.Adapted, linear.Linear}
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_disabled_adapter_is_the_base_model() -> None:
+    model, x = adapted(), torch.randn(4, 24)
+    linear.speed_up(model)
+    assert not torch.allclose(model(x), Net()(x))
+    with model.disable_adapter():
+        torch.testing.assert_close(model(x), Net()(x))
+
+
+@NEEDS
+def test_only_frozen_weights_are_kept_twice_and_a_trained_one_is_read_anew() -> None:
+    model = Net()
+    model.down.requires_grad_(False)
+    linear.speed_up(model)
+    assert model.up.blocked is None
+    assert model.down.blocked is not None
+    x = torch.randn(4, 24)
+    before = model(x)
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    assert not torch.equal(model(x), before)
+    model.down.requires_grad_(True)  # another policy trains it
+    linear.speed_up(model)
+    assert model.down.blocked is None
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.down.weight.zero_()
+    assert model(x).abs().max() == 0
+    assert other(x).abs().max() > 0
+
+
+@NEEDS
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (576, 1536), (1536, 576)])
+def test_a_row_has_the_same_bits_in_any_product(inputs: int, outputs: int) -> None:
+    torch.manual_seed(3)
+    x_TI, weight_OI = torch.randn(300, inputs), torch.randn(outputs, inputs)
+    want_TO = linear.product(x_TI, weight_OI)
+    blocked = linear.packed(weight_OI)
+    for rows in (2, 3, 4, 8, 31, 64, 129, 256, 300):
+        for start in (0, 300 - rows):
+            for weight in (weight_OI, blocked):
+                got = linear.product(x_TI[start : start + rows], weight)
+                assert torch.equal(got, want_TO[start : start + rows]), (rows, start, weight is blocked)
+
+
+def test_other_types_take_torchs_own_way() -> None:
+    model = Net().double()
+    linear.speed_up(model)
+    assert type(model.up) is nn.Linear
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    assert torch.equal(linear.product(x, weight), nn.functional.linear(x, weight))
