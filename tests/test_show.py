@@ -234,7 +234,7 @@ def test_the_command(run):
 
 
 def test_piped_output_is_plain_and_a_closed_pipe_is_no_error(run):
-    environment = {**os.environ, "PYTHONPATH": str(Path(show.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(show.__file__).parents[2])}
     command = [sys.executable, "-m", "minirllm.cli", "show", "r"]
     result = subprocess.run(command, capture_output=True, env=environment, timeout=60)
     assert (result.returncode, result.stderr) == (0, b"")
