@@ -56,14 +56,13 @@ class _Member:
 
 
 def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: int) -> Batch:
-    """The batch of one step, a function of the episodes' contents: rollouts of a task may come in any order.
+    """The batch of one step, a function of the episodes' contents: they may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
     Episodes without a reward are counted and left out. `version` is the policy's: LedgerError when a token was sampled
     by other weights or has no finite logprob.
     """
-    tasks = {episode.task_id: place for place, episode in reversed(list(enumerate(episodes)))}
-    episodes = sorted(episodes, key=lambda episode: (tasks[episode.task_id], episode.rollout_idx))
+    episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     metrics = _episode_metrics(episodes)
     groups: dict[tuple[str, str], list[_Member]] = {}
     for episode in episodes:

@@ -12,6 +12,7 @@ to the disk and renamed, so a kill at any moment leaves the previous one.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -80,10 +81,13 @@ def save(
     return final
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in `folder`, if any, and one sentence for each newer one that is not whole."""
+def newest(folder: Path, until: float = math.inf) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in `folder` of a step up to `until`, if any; one sentence for each that is not whole
+    and newer."""
     skipped = []
-    for _, path in reversed(_steps(folder)):
+    for step, path in reversed(_steps(folder)):
+        if step > until:
+            continue
         try:
             verify(path)
         except CheckpointError as error:

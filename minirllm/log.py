@@ -92,7 +92,7 @@ class RunLog:
                 if first.get(name) != new.get(name):
                     was = f"{self.folder} began with {name} {first.get(name)!r}, not {new.get(name)!r}"
                     raise UserError(f"{was}: resume it with its own, or name another run with --run.")
-            changed = _changes(first, new)
+            changed = changes(first, new)
             first.setdefault("resumed", []).append({"time": new["time"], "changed": changed})
             new = first
             if changed:
@@ -104,6 +104,10 @@ class RunLog:
         """The resumption has succeeded: the configuration is written. Drops, and returns, the rows after `step`, and a
         torn last line: a resumed run writes them again."""
         write_whole(self.folder / CONFIG, self.config.to_toml())
+        manifest = read_json(self.folder / MANIFEST) if (self.folder / MANIFEST).exists() else {}
+        if "resumed" in manifest:
+            manifest["resumed"][-1]["after"] = max(step, 0)  # the step behind which the changes hold
+            write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         path = self.folder / METRICS
         rows = read_metrics(path) if path.exists() else []
         write_whole(path, "".join(_line(row) for row in rows if row["step"] <= step))
@@ -298,13 +302,13 @@ def _lock(folder: Path) -> TextIO:
     return file
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
     """``{dotted name: [old, new]}`` of the leaves that differ, but for when and where."""
     changed: dict[str, list[Any]] = {}
     for name in [*new, *(name for name in old if name not in new)]:
         before, after = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
-            changed.update(_changes(before, after, f"{prefix}{name}."))
+            changed.update(changes(before, after, f"{prefix}{name}."))
         elif before != after and prefix + name not in ("time", "resumed", "config.run", "config.runs_dir"):
             changed[prefix + name] = [before, after]
     return changed

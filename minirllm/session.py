@@ -66,6 +66,20 @@ SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since i
 _RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
 
 
+def prompt_digest(prompt_ids: Iterable[int]) -> bytes:
+    """What a prompt is known by."""
+    return blake2b(array("q", prompt_ids).tobytes()).digest()
+
+
+def identify(seed_parts: tuple[Any, ...], digest: bytes, nth: int, index: int) -> tuple[str, int]:
+    """(call id, request seed) of choice `index` of a prompt that was sent `nth` times before in its session.
+
+    Both come of one hash: who knows a call's id can find out its seed again, and that neither was changed.
+    """
+    noise = blake2b(digest + repr((seed_parts, nth, index)).encode(), digest_size=16).digest()
+    return noise[8:].hex(), int.from_bytes(noise[:8], "big") >> 1
+
+
 @dataclass(eq=False)
 class Session:
     """Everything that one rollout (or one served client) says to the model. All methods run on the event loop."""
@@ -171,7 +185,7 @@ class Session:
             raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
         match, prompt_ids, kind = self._chat(request) if request.messages is not None else self._completion(request)
         params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
-        digest = blake2b(array("q", prompt_ids).tobytes()).digest()
+        digest = prompt_digest(prompt_ids)
         taken = self._sent.setdefault(digest, set())
         nth = next(k for k in range(len(taken) + 1) if k not in taken)
         taken.add(nth)
@@ -246,12 +260,11 @@ class Session:
 
     def _new_sample(self, request: ModelRequest, digest: bytes, nth: int, index: int) -> Sample:
         """One choice, its seed and call id a function of `seed_parts`, the prompt, `nth` and `index` alone."""
-        noise = blake2b(digest + repr((self.seed_parts, nth, index)).encode(), digest_size=16).digest()
-        seed = int.from_bytes(noise[:8], "big") >> 1
+        call_id, seed = identify(self.seed_parts, digest, nth, index)
         if self.enforced is None and request.params.seed is not None:
             seed = (request.params.seed + index) % 2**63
         stream = self.renderer.stream(shown_tools(request), request.params.stop, raw=request.messages is None)
-        return Sample(noise[8:].hex(), seed, stream)
+        return Sample(call_id, seed, stream)
 
     # ---- generation, and what is recorded of it ----
 
@@ -306,6 +319,7 @@ class Session:
             response_length=len(completion.token_ids),
             finish_reason=reason,
             weight_version=completion.weight_version,
+            params=flight.params,
         )
         insort(self.steps, step, key=lambda step: self._arrival[step.id])
         self.tokens_used += len(flight.prompt_ids) + len(completion.token_ids)

@@ -23,7 +23,7 @@ import numpy as np
 from minirllm.errors import CheckpointError
 from minirllm.files import sync
 from minirllm.tree import TokenTree
-from minirllm.types import Episode, Message, Step, Task, TerminationReason, ToolCall, Trajectory
+from minirllm.types import Episode, Message, SamplingParams, Step, Task, TerminationReason, ToolCall, Trajectory
 
 FORMAT = 1  # of a line
 MAX_DEPTH = 50  # of nested values in fields of type Any
@@ -164,6 +164,9 @@ def _step(row: Mapping[str, Any]) -> Step:
     values["messages"] = [_message(message) for message in values.get("messages", ())]
     if "response" in values:
         values["response"] = _message(values["response"])
+    if "params" in values:
+        lists = {name: tuple(values["params"][name]) for name in ("stop", "stop_token_ids") if name in values["params"]}
+        values["params"] = SamplingParams(**{**values["params"], **lists})
     return Step(**values)
 
 
@@ -203,7 +206,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value if value.bit_length() < 10_000 else hex(value)  # Python refuses to write longer ones in decimal
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Message | ToolCall):
+    if isinstance(value, Message | ToolCall | SamplingParams):
         return _pack(value)
     if depth < MAX_DEPTH:
         if isinstance(value, np.ndarray | np.generic):

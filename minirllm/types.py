@@ -217,6 +217,7 @@ class Step:
     response_length: int = 0
     finish_reason: str = ""
     weight_version: int = 0
+    params: SamplingParams | None = None  # what the engine was told, so that the call can be replayed
 
 
 @dataclass

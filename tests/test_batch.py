@@ -166,13 +166,14 @@ def test_a_call_of_two_trajectories_is_trained_once_and_aborted_ones_never():
 
 def test_the_order_in_which_rollouts_ended_does_not_matter():
     def in_order(*order):
-        made = [episode("a", i, float(i), [(10 + i, 20 + i)]) for i in range(4)]
+        made = [episode("ba"[i % 2], i // 2, float(i > 1), [(10 + i, 20 + i)]) for i in range(4)]
         return make([made[i] for i in order])
 
     one, other = in_order(0, 1, 2, 3), in_order(2, 0, 3, 1)
     for a, b in zip(one.forests, other.forests, strict=True):
         assert all(np.array_equal(value, vars(b)[name]) for name, value in vars(a).items())
     assert one.metrics == other.metrics
+    assert trained(one, "token_T").tolist() == [11, 21, 13, 23, 10, 20, 12, 22]  # task a, then task b
 
 
 def test_packing_keeps_order_and_the_limit():

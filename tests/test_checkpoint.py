@@ -134,6 +134,8 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_one_before_is_used(make, tmp
     first = checkpoint.save(tmp_path, 1, policy, trainer, {})
     second = checkpoint.save(tmp_path, 2, policy, trainer, {})
     assert checkpoint.newest(tmp_path) == (second, [])
+    assert checkpoint.newest(tmp_path, until=1) == (first, [])
+    assert checkpoint.newest(tmp_path, until=0) == (None, [])
     for file in sorted(second.iterdir()):
         flip(file)
         found, skipped = checkpoint.newest(tmp_path)

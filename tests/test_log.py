@@ -176,6 +176,7 @@ def test_a_used_folder_needs_resume_and_keeps_what_it_has(tmp_path):
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
     assert (manifest["threads"], manifest["config"]["lr"]) == (2, 3e-4)
     assert manifest["resumed"][0]["changed"] == {"config.lr": [3e-4, 1e-5], "threads": [2, 1]}
+    assert manifest["resumed"][0]["after"] == 1
     assert "config.lr 0.0003 -> 1e-05, threads 2 -> 1" in said(run)
 
 

@@ -14,7 +14,7 @@ from minirllm.errors import (
     UnknownSession,
     UserError,
 )
-from minirllm.session import Sessions
+from minirllm.session import Sessions, identify, prompt_digest
 from minirllm.types import Delta, Message, ModelRequest, SamplingParams
 from tests.fake_engine import RENDERER, TOOL, FakeEngine, ask, chat, check, said, session
 
@@ -98,6 +98,18 @@ async def test_seeds_depend_on_the_session_the_prompt_and_how_often_it_was_sent(
     given = {"params": SamplingParams(seed=41), "asked": frozenset({"seed"})}
     assert await seeds(chat("a", n=2, **given), chat("a", **given)) == [41, 42, 41]
     assert await seeds(chat("a", **given), enforced=SamplingParams()) == [a]
+
+
+async def test_a_call_id_proves_the_seed_and_the_step_keeps_what_the_engine_was_told() -> None:
+    s = session(enforced=SamplingParams(temperature=0.5), default_max_tokens=6, seed_parts=(7, "train", 1, "t", 0, 0))
+    for _ in range(2):
+        await ask(s, chat("a", n=2, params=SamplingParams(stop=("x",)), asked=frozenset({"stop"})))
+    assert isinstance(s.engine, FakeEngine)
+    told = [(seed, params) for _, params, seed in s.engine.calls]
+    prompt = s.tree.prompt_ids(s.steps[0].node or 0)
+    for step, place, sent in zip(s.steps, ((0, 0), (0, 1), (1, 0), (1, 1)), told, strict=True):
+        assert (step.id, sent[0]) == identify(s.seed_parts, prompt_digest(prompt), *place)
+        assert step.params == sent[1] == SamplingParams(max_tokens=6, temperature=0.5, stop=("x",))
 
 
 async def test_a_truncated_answer_is_continued_token_for_token() -> None:

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from minirllm.errors import CheckpointError
 from minirllm.store import EpisodeStore, episode_from_dict, episode_to_dict
 from minirllm.tree import TokenTree
-from minirllm.types import Completion, Episode, Message, Step, Task, TerminationReason, ToolCall, Trajectory
+from minirllm.types import (
+    Completion,
+    Episode,
+    Message,
+    SamplingParams,
+    Step,
+    Task,
+    TerminationReason,
+    ToolCall,
+    Trajectory,
+)
 
 
 def episode(task_id: str = "a/b:c", rollout_idx: int = 0, **fields: Any) -> Episode:
@@ -40,6 +50,7 @@ def episode(task_id: str = "a/b:c", rollout_idx: int = 0, **fields: Any) -> Epis
         response_length=2,
         finish_reason="tool_calls",
         weight_version=2,
+        params=SamplingParams(max_tokens=8, temperature=0.7, stop=("END", "\n"), stop_token_ids=(3,), ignore_eos=True),
     )
     values: dict[str, Any] = {
         "id": f"{task_id}:{rollout_idx}",
