@@ -43,7 +43,8 @@ class Head:
         """``[N, V]`` in fp32; the product has a multiple of `attention.ROW_MULTIPLE` rows."""
         N = hidden_NE.shape[0]
         padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % attention.ROW_MULTIPLE)).float()
-        logits_NV = linear.product(padded_NE, self.weight.float(), None if self.bias is None else self.bias.float())[:N]
+        weight_VE = self.linear.quick() if isinstance(self.linear, linear.Linear) else self.weight.float()
+        logits_NV = linear.product(padded_NE, weight_VE, None if self.bias is None else self.bias.float())[:N]
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
     def score(self, hidden_NE: Tensor, token_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:

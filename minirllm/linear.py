@@ -5,8 +5,8 @@ attention, losses.
 
 On the CPU in fp32 these are oneDNN's inner products instead of MKL's: at the 4 to 32 rows of a decode step they take
 0.4 to 0.6 of the time, and from 2 rows on a row's bits depend neither on the other rows nor on the number of threads
-(docs/architecture.md). Weights that are not trained are also kept in oneDNN's own blocked layout, which has the same
-bits and brings another quarter. Thin products, those of an adapter, stay with MKL, which starts sooner.
+(docs/architecture.md). Where no gradient is wanted of a weight, a copy in oneDNN's own blocked layout takes its place:
+the same bits, and another quarter. Small weights, such as an adapter's, stay with MKL, which starts sooner.
 
 Legend: T tokens, I input size, O output size, R rank; leading dimensions of activations are kept.
 """
@@ -20,15 +20,18 @@ import torch.nn.functional as F
 from peft.tuners import lora
 from torch import Tensor, nn
 
+SMALLEST = 50_000  # numbers in a weight that oneDNN multiplies with
+
 
 def available(weight: Tensor) -> bool:
     """Whether oneDNN multiplies with this weight."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALLEST
+    return fits and torch.backends.mkldnn.is_available()
 
 
 def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, ``[..., O]``, without gradient. `weight` may be `packed`."""
-    if weight_OI.layout == torch.strided and not available(weight_OI):
+    if weight_OI.layout == torch.strided and not available(weight_OI):  # a packed one has another layout
         return F.linear(x_TI, weight_OI, bias_O)
     out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
     return out_TO
@@ -44,10 +47,8 @@ def speed_up(model: nn.Module) -> None:
     """Let every linear layer and every LoRA layer of `model` compute as above; names and parameters stay."""
     modules = list(model.modules())
     for module in modules:
-        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear) and available(module.weight):
+        if type(module) is nn.Linear and available(module.weight):
             module.__class__ = Linear
-            assert isinstance(module, Linear)
-            module.blocked = None if module.weight.requires_grad else packed(module.weight)
     for module in modules:
         if type(module) is lora.Linear and type(module.base_layer) is Linear:
             module.__class__ = Adapted
@@ -56,13 +57,25 @@ def speed_up(model: nn.Module) -> None:
 class Linear(nn.Linear):
     """`nn.Linear`, computed by oneDNN."""
 
-    blocked: Tensor | None = None  # the weight, `packed`, when it is not trained
+    _blocked: Tensor | None = None
+    _blocked_of = -1  # the version of the weight, which every change in place counts up
+
+    def quick(self) -> Tensor:
+        """The weight to compute with: itself while it learns, else its `packed` copy, made anew after a change."""
+        weight_OI = self.weight
+        if weight_OI.requires_grad and torch.is_grad_enabled():
+            return weight_OI
+        if self._blocked is None or self._blocked_of != weight_OI._version:
+            self._blocked, self._blocked_of = packed(weight_OI.detach()), weight_OI._version
+        return self._blocked
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_blocked": None}  # the packed copy cannot be copied
 
     def forward(self, input: Tensor) -> Tensor:
-        quick_OI = self.weight if self.blocked is None else self.blocked
         if not torch.is_grad_enabled():
-            return product(input, quick_OI, self.bias)
-        out: Tensor = _Linear.apply(input, self.weight, self.bias, quick_OI)
+            return product(input, self.quick(), self.bias)
+        out: Tensor = _Linear.apply(input, self.weight, self.bias, self.quick())
         return out
 
 
@@ -75,10 +88,9 @@ class Adapted(lora.Linear):
             return base(x)
         (name,) = self.active_adapters
         factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        quick_OI = base.weight if base.blocked is None else base.blocked
         if not torch.is_grad_enabled():  # without the price of an autograd function
-            return _adapted(x, quick_OI, base.bias, *factors)[0]
-        out: Tensor = _Adapted.apply(x, base.weight, base.bias, quick_OI, *factors)
+            return _adapted(x, base.quick(), base.bias, *factors)[0]
+        out: Tensor = _Adapted.apply(x, base.weight, base.bias, base.quick(), *factors)
         return out
 
 
