@@ -23,11 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
+
+# isort: split
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
 from minirllm import models
 from minirllm.config import Config
 from minirllm.engines.hf import HFEngine

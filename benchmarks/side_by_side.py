@@ -17,10 +17,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from minirllm import Config, EvalOutput, Task, evaluator, models, rollout
+import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
+
+# isort: split
+import torch
+
+from minirllm import Config, EvalOutput, Task, evaluator, linear, models, rollout
 from minirllm.client import chat
 from minirllm.flow import TaskModule
 from minirllm.machine import machine
@@ -30,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import workload
 
 GROUP, PROMPTS, NEW_TOKENS = 8, 4, 64
+BODY_WEIGHTS = 30 * (576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536)  # of SmolLM2-135M's linear layers
+HEAD_WEIGHTS = 576 * 49152
 # prompts of about 94 and 300 tokens
 CASES = {"a": {"sentences": 3, "target": 2.5}, "b": {"sentences": 12, "target": 4.0}}
 
@@ -70,6 +78,29 @@ def ours(sentences: int, steps: int, determinism: str) -> dict[str, Any]:
     }
 
 
+def gflops_per_second() -> float:
+    """The fastest of a few products of 640 rows with weights of the model's shape: what this machine can do."""
+    torch.set_num_threads(2)
+    x_TI, weight_OI = torch.randn(640, 576), torch.randn(1536, 576)
+    seconds = []
+    for _ in range(50):
+        start = time.perf_counter()
+        linear.product(x_TI, weight_OI)
+        seconds.append(time.perf_counter() - start)
+    return 2 * 640 * 576 * 1536 / min(seconds) / 1e9
+
+
+def floor_seconds(run: dict[str, Any], gflops: float) -> float:
+    """What a step of ours takes if its products with weights, each once, ran at `gflops` and all else took no time.
+
+    Generation runs each distinct token forward; training runs it forward and backward, to the input only: the weights
+    are frozen, and an adapter is small. The head runs for each sampled token, and in training twice.
+    """
+    body, head = 2 * BODY_WEIGHTS / 1e9, 2 * HEAD_WEIGHTS / 1e9  # GFLOP of a token forward
+    tokens, sampled = run["tokens"], run["trained_tokens"]
+    return float((3 * tokens * body + 3 * sampled * head) / gflops)
+
+
 def child(command: list[str]) -> dict[str, Any]:
     """The JSON object on the last line of what `command` prints."""
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
@@ -95,7 +126,8 @@ def main() -> None:
         print(json.dumps(ours(options.ours, options.steps, options.determinism)))
         return
     folder = str(models.resolve("smollm2-135m").path)
-    result: dict[str, Any] = {"machine": machine(), "cases": {}}
+    gflops = gflops_per_second()
+    result: dict[str, Any] = {"machine": machine(), "gflops_per_second": gflops, "cases": {}}
     for name in options.case or list(CASES):
         sentences, found = CASES[name]["sentences"], {"trl": [], "ours": [], "fast": []}
         common = ["--steps", str(options.steps)]
@@ -109,7 +141,9 @@ def main() -> None:
                 found["trl"].append(child([options.trl_python, script, folder, "--sentences", str(sentences), *common]))
         seconds = {key: [s for run in runs for s in run["seconds"]] for key, runs in found.items() if runs}
         medians = {key: statistics.median(values) for key, values in seconds.items()}
+        floor = floor_seconds(found["ours"][0], gflops)
         case = {"sentences": sentences, "target": CASES[name]["target"], "median_seconds": medians, **found}
+        case |= {"floor_seconds": floor, "share_of_floor": {key: floor / value for key, value in medians.items()}}
         if "trl" in medians:
             case["times_faster"] = medians["trl"] / medians["ours"]
         result["cases"][name] = case

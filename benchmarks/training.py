@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 import peft
+
+import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
+
+# isort: split
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
