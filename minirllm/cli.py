@@ -1,4 +1,4 @@
-"""The command line: ``minirllm train | eval | serve | show``.
+"""The command line: ``minirllm train | eval | serve | show | replay | diff``.
 
 Owns: options (made from Config's fields: one copy of their meaning), their precedence, how errors are shown. Does not
 know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are
@@ -200,8 +200,31 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def show(run: str, step: int | None, episodes: int, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
-    page = _module("tools.show")
-    page.show(page.find_run(run, runs_dir), step=step, episodes=episodes)
+    _module("tools.show").show(_run(run, runs_dir), step=step, episodes=episodes)
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--step", type=int, help="Only this step: its calls and its update.")
+@click.option("--episode", help="Only the calls of this episode: TASK:ROLLOUT, or its session's id.")
+@click.option("--call", help="Only the call with this id.")
+@click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
+def replay(run: str, step: int | None, episode: str | None, call: str | None, runs_dir: str) -> None:
+    """Compute RUN again from its folder alone: exit code 0 when every bit matches, 1 at the first difference."""
+    if episode and call:
+        raise UserError("A call has one episode: give --call without --episode.")
+    again = _module("tools.replay").replay(_run(run, runs_dir), step=step, episode=episode, call=call)
+    raise SystemExit(0 if again else 1)
+
+
+@cli.command()
+@click.argument("run_a")
+@click.argument("run_b")
+@click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
+def diff(run_a: str, run_b: str, runs_dir: str) -> None:
+    """Say where RUN_A and RUN_B part, and what differs around them: exit code 0 when they are equal, else 1."""
+    alike = _module("tools.diff").diff(_run(run_a, runs_dir), _run(run_b, runs_dir))
+    raise SystemExit(0 if alike else 1)
 
 
 def _with_checkpoint(
@@ -213,12 +236,17 @@ def _with_checkpoint(
         return settings, None
     folder = Path(checkpoint)
     if not folder.exists():
-        folder = _module("tools.show").find_run(checkpoint, settings.runs_dir)
+        folder = _run(checkpoint, settings.runs_dir)
     files = [
         place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()
     ]
     own = config.read_toml(files[0]) if files else {}
     return _config(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
+
+
+def _run(name: str, runs_dir: str) -> Path:
+    folder: Path = _module("tools.runs").find_run(name, runs_dir)
+    return folder
 
 
 def _sentence(error: Exception) -> str:

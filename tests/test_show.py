@@ -16,6 +16,7 @@ from minirllm.errors import UserError
 from minirllm.log import RunLog
 from minirllm.store import EpisodeStore
 from minirllm.tools import show
+from minirllm.tools.runs import find_run
 from minirllm.types import Episode, Message, Step, TerminationReason, ToolCall, Trajectory
 
 
@@ -137,15 +138,15 @@ def test_a_run_that_has_just_begun(tmp_path):
 
 
 def test_runs_are_found_by_path_and_by_name(run, tmp_path):
-    assert show.find_run("runs/r") == Path("runs/r")
-    assert show.find_run("r") == Path("runs/r")
-    assert show.find_run("r", str(tmp_path / "runs")) == tmp_path / "runs" / "r"
+    assert find_run("runs/r") == Path("runs/r")
+    assert find_run("r") == Path("runs/r")
+    assert find_run("r", str(tmp_path / "runs")) == tmp_path / "runs" / "r"
     with pytest.raises(UserError, match=r"No run named 'rr' in runs \(did you mean r\?\): it has r\."):
-        show.find_run("rr")
+        find_run("rr")
     with pytest.raises(UserError, match=r"^runs is not a run folder: it has no metrics.jsonl\."):
-        show.find_run("runs")
+        find_run("runs")
     with pytest.raises(UserError, match=r"No run named 'r': there are no runs in elsewhere"):
-        show.find_run("r", "elsewhere")
+        find_run("r", "elsewhere")
 
 
 def test_the_curve_goes_up_when_the_reward_does():

@@ -1,4 +1,5 @@
-"""What reads a run folder and says what is in it: one file for each verb of the command line (`show`).
+"""What reads a run folder and says what is in it: one file for each verb of the command line, and what they share.
 
-Nothing in here is needed to make a run. Owns: no code of its own. Does not know: each other.
+`show` prints a run, `diff` says where two runs part, `replay` computes a run again; `runs` is what a folder holds.
+Nothing in here is needed to make a run. Owns: no code of its own. Does not know: how runs are made.
 """

@@ -1,6 +1,6 @@
 """``minirllm show``: a run folder in the terminal, as a curve, a table of steps and the conversations behind them.
 
-Owns: finding a run by name, choosing and laying out what is printed. Does not know: how a run is made. Writes nothing.
+Owns: choosing and laying out what is printed. Does not know: how a run is made. Writes nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from minirllm.config import nearest
 from minirllm.errors import UserError
-from minirllm.log import CONFIG, MANIFEST, METRICS, printable, read_json, read_metrics
+from minirllm.log import MANIFEST, METRICS, read_json, read_metrics
 from minirllm.store import EpisodeStore
+from minirllm.tools.runs import page, write
 from minirllm.types import Episode, Message, Step
 
-PLAIN_WIDTH = 160  # columns when the output is not a terminal
 TABLE_ROWS = 24
 TEXT_LIMIT = 2000  # characters of one message
 COLUMNS = {  # of the table: metric, title, format
@@ -48,40 +46,24 @@ class Picked(NamedTuple):
     shown: list[tuple[str, Episode]]
 
 
-def find_run(name: str, runs_dir: str = "runs") -> Path:
-    """The run folder `name` means: a path, or a name in `runs_dir`. Raises UserError naming the nearest."""
-    for folder in (Path(name), Path(runs_dir) / name):
-        if any((folder / file).is_file() for file in (METRICS, MANIFEST, CONFIG)):
-            return folder
-    if Path(name).exists():
-        raise UserError(f"{name} is not a run folder: it has no {METRICS}.")
-    runs = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{CONFIG}"))
-    if not runs:
-        raise UserError(f"No run named {name!r}: there are no runs in {runs_dir}.")
-    listed = ", ".join(runs[:20]) + (", ..." if len(runs) > 20 else "")
-    raise UserError(f"No run named {name!r} in {runs_dir}{nearest(name, runs)}: it has {listed}.")
-
-
 def show(folder: Path, *, step: int | None = None, episodes: int = 1, console: Console | None = None) -> None:
     """Print a run. `step` is whose conversations (default: the last with any), `episodes` how many best and worst."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = page(console)
     rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
     picked = pick(folder, rows, step, episodes)
-    _print(console, _title(folder, manifest, rows))
+    write(console, _title(folder, manifest, rows))
     if curve := plot(rows, console.width - 12):
-        _print(console, "\n" + curve)
+        write(console, "\n" + curve)
     if rows:
         console.print()
         console.print(table(rows))
     if picked is not None:
-        _print(console, f"\nConversations of step {picked.step}: {picked.counts}")
+        write(console, f"\nConversations of step {picked.step}: {picked.counts}")
         for word, episode in picked.shown:
-            _print(console, "\n" + heading(word, episode), "bold")
+            write(console, "\n" + heading(word, episode), "bold")
             for who, text in transcript(episode):
-                _print(console, f"{who}: {text}")
+                write(console, f"{who}: {text}")
 
 
 def pick(folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int) -> Picked | None:
@@ -209,7 +191,3 @@ def _title(folder: Path, manifest: Mapping[str, Any], rows: Sequence[Mapping[str
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _print(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(printable(text), style), soft_wrap=True)
