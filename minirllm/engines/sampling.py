@@ -107,7 +107,8 @@ def invert_cdf(logprob_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tenso
 
     In two levels, blocks and then inside one block, in float64: a float32 running sum over 50,000 entries is 1e-6 off.
     """
-    prob_RBb = F.pad(logprob_RV.exp(), (0, -logprob_RV.shape[1] % BLOCK)).view(len(logprob_RV), -1, BLOCK)
+    prob_RV, pad = logprob_RV.exp(), -logprob_RV.shape[1] % BLOCK
+    prob_RBb = (F.pad(prob_RV, (0, pad)) if pad else prob_RV).view(len(prob_RV), -1, BLOCK)  # padding copies, even by 0
     block_RB = prob_RBb.sum(-1).double()
     target_R1, block_R1 = _first_above(block_RB, uniform_R[:, None] * block_RB.sum(-1, keepdim=True))
     inside_Rb = prob_RBb[torch.arange(len(prob_RBb), device=prob_RBb.device), block_R1[:, 0]].double()
