@@ -179,6 +179,7 @@ def test_samples_of_other_lengths_part_where_the_shorter_ends() -> None:
     assert part(whole, whole) is None
     assert part(whole, Call("c", [1, 1], [2, 3], [-1.0, -2.0])) == ("prompt token 2 of 1", "no token", "id 1")
     assert part(whole, Call("c", [1], [2, 3], [-1.0, -2.0], 0.5)) == ("temperature", "1.0", "0.5")
+    assert part(whole, Call("c", [1], [2, 3], [-1.0, -2.0], 1.0, 4)) == ("weight version", "0", "4")
 
 
 def test_calls_of_a_split_sample_and_calls_without_a_step() -> None:

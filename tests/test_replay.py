@@ -132,6 +132,10 @@ def seed(episode: dict[str, Any]) -> None:
     episode["metadata"]["seed"][0] += 1
 
 
+def version(episode: dict[str, Any]) -> None:
+    first_sampled(episode)["weight_version"] = 7
+
+
 def fewer(episode: dict[str, Any]) -> None:
     step = episode["trajectories"][0]["steps"][0]
     step["params"]["max_tokens"] = 2
@@ -149,6 +153,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "logprob": (EPISODES, one_ulp, CALL + r", token 1 of \d:\n  recorded: id (\d+), .*\n  replayed: id \1,"),
     "prompt": (EPISODES, prompt, ALL_CHANGED),
     "seed": (EPISODES, seed, ALL_CHANGED),
+    "version": (EPISODES, version, CALL + r", weight version:\n  recorded: 7\n  replayed: 0"),
     "parameters": (EPISODES, fewer, CALL + r", token 3 of \d:\n  recorded: id .*\n  replayed: no token"),
     "reward": (EPISODES, reward, r"reward_mean:\n  recorded: "),
     "metric": ("metrics.jsonl", lambda row: row.update(loss=row["loss"] + 1), r"loss:\n  recorded: .*\n  replayed: "),
@@ -269,6 +274,16 @@ def test_the_other_levels_say_what_they_promise(tmp_path: Path, level: str) -> N
     assert ("no promise was made" in text) == (level == "off")
     if level == "fixed":
         assert same, text
+
+
+def test_training_of_all_parameters_with_a_reference_is_replayed_from_the_seed_and_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run = trained(tmp_path / "r", steps=3, lora_rank=0, kl_beta=0.1, lr=1e-4, save_every=1, keep_checkpoints=2)
+    for step in (None, 3):
+        same, text = replayed(run, step=step)
+        assert same, text
+        assert "step 2: its update matches\n" not in text
 
 
 def test_a_run_resumed_with_other_options_is_replayed_under_each(tmp_path: Path) -> None:

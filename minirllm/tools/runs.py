@@ -82,6 +82,7 @@ class Call:
     token_ids: list[int]
     logprobs: list[float]
     temperature: float = 1.0
+    version: int = 0  # of the weights; -1 of a call that was cut off
     step: Step | None = None
 
     @property
@@ -102,8 +103,9 @@ def calls(episode: Episode) -> list[Call]:
             ends.setdefault(node.call_id, index)  # of a split sample, the lowest index holds the last token
     found = []
     for name, end in ends.items():
-        ids, logprobs = tree.response(end)
-        found.append(Call(name, tree.prompt_ids(end), ids, logprobs, tree.nodes[end].temperature, steps.get(name)))
+        node, (ids, logprobs) = tree.nodes[end], tree.response(end)
+        prompt_ids = tree.prompt_ids(end)
+        found.append(Call(name, prompt_ids, ids, logprobs, node.temperature, node.weight_version, steps.get(name)))
     return found
 
 
@@ -119,8 +121,12 @@ def part(one: Call, other: Call) -> tuple[str, str, str] | None:
         pairs = [sample[place] if place < len(sample) else None for sample in samples]
         a, b = ("no token" if pair is None else f"id {pair[0]}, logprob {pair[1]!r}" for pair in pairs)
         return f"token {place + 1} of {len(one.token_ids)}", a, b
-    if one.temperature != other.temperature:
-        return "temperature", repr(one.temperature), repr(other.temperature)
+    for name, a, b in (
+        ("temperature", repr(one.temperature), repr(other.temperature)),
+        ("weight version", str(one.version), str(other.version)),
+    ):
+        if a != b:
+            return name, a, b
     return None
 
 
