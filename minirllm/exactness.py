@@ -1,12 +1,13 @@
 """The start-up probe: does this machine compute a token's logits to the same bits whatever else is in the forward?
 
-Owns: the choice of determinism level and of `attention.ROW_MULTIPLE`. It measures on the very model that will be used;
-nothing is assumed from the CPU's name. Does not know: the engine, training.
+Owns: the choice of `attention.ROW_MULTIPLE`, which it measures on the very model that will be used (nothing is assumed
+from the CPU's name), and what torch must be told to add in one order. Does not know: the engine, training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -93,3 +94,16 @@ def find_row_multiple(forward: Forward, head: Head, vocab_size: int, device: tor
             return multiple
     attention.ROW_MULTIPLE = ROW_MULTIPLES[0]
     return None
+
+
+@contextmanager
+def ordered(wanted: bool) -> Iterator[None]:
+    """Inside, torch adds up in one order, or raises where it cannot. By default the gradient of an indexing adds what
+    belongs to one row by atomics, in any order, on CUDA and on a CPU with two threads."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # we read nothing that we have not written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

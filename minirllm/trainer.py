@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minirllm import exactness
 from minirllm.algorithms import Algorithm
 from minirllm.batch import Batch
 from minirllm.config import Config
@@ -90,7 +91,8 @@ class Trainer:
 
     def _accumulate(self, forest: Forest) -> dict[str, float]:
         """Forward and backward of one micro-batch; gradients add up. Returns sums over its trained tokens."""
-        with _gradient_checkpointing(self.policy.model, self.config.gradient_checkpointing), torch.enable_grad():
+        checkpointing = _gradient_checkpointing(self.policy.model, self.config.gradient_checkpointing)
+        with exactness.ordered(self.policy.level != "off"), checkpointing, torch.enable_grad():
             at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
             old_N, advantage_N, weight_N = (
                 torch.from_numpy(values_T).to(self.policy.device)[at_N]

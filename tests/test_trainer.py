@@ -143,6 +143,26 @@ def test_loss_and_gradient_equal_one_sequence_at_a_time(make_policy, rank, off):
         assert all(value.abs().max() > 0 for value in found.values())
 
 
+@pytest.mark.parametrize("determinism", ["auto", "fixed"])
+def test_two_threads_add_up_a_gradient_in_the_same_order_each_time(make_policy, determinism):
+    """The first tokens of all rollouts have one parent: torch adds their gradients by atomics, in any order."""
+    policy = make_policy(lora_rank=4, threads=2, determinism=determinism)
+    rng, episodes = np.random.default_rng(0), []
+    prompt = rng.integers(0, 256, 30).tolist()
+    for index in range(24):  # 960 tokens x 64 numbers: enough for torch to use both threads
+        tree, answer = TokenTree(), rng.integers(0, 256, 40).tolist()
+        sample = Completion(answer, [-5.0] * len(answer), "length", policy.version, TEMPERATURE)
+        steps = [Step(id=str(index), node=tree.add(prompt, sample, str(index)))]
+        graded = {"task_id": "t", "rollout_idx": index, "reward": float(index % 3), "tree": tree}
+        episodes.append(Episode(**graded, trajectories=[Trajectory(steps=steps)]))
+    batch = build(episodes, Config(micro_batch_tokens=4096), create("grpo"), policy.version)
+    trainer = Trainer(policy, policy.config, create("grpo"))
+    found = [policy._lane.submit(accumulate, policy, trainer, batch).result() for _ in range(30)]
+    different = {tuple(value.sum().item() for value in grads.values()) for _, grads in found}
+    assert len(different) == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 async def test_the_trainer_reproduces_the_sampler_bit_for_bit(make_policy):
     policy = await asyncio.to_thread(make_policy, lora_rank=4)
     if policy.level != "exact":
