@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minirllm.dialects import DIALECTS, Dialect
 from minirllm.dialects.openai import error as openai_error
@@ -235,6 +236,13 @@ class _Uvicorn(uvicorn.Server):
         yield  # signals belong to the program, not to its endpoint
 
 
+class _Connection(H11Protocol):
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Of one that was reset uvicorn keeps the timer, and so the connection and its last request, to the end."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+
 class Server:
     """Serves an app inside the running event loop."""
 
@@ -256,7 +264,7 @@ class Server:
         port = listener.getsockname()[1]
         config = uvicorn.Config(
             self.app,
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -62,6 +62,7 @@ COUNTERS = (
 
 ABORTED_VERSION = -1  # the weight version of a sample that was cut off is not known
 SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since it remembers them all
+CLOSED_KEPT = 10_000  # ids of closed sessions whose late calls are told so; of an older one none is known
 
 _RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
 
@@ -353,7 +354,7 @@ class Sessions:
     def __init__(self, engine: Engine, renderer: Renderer, model: str, **defaults: Any):
         self.engine, self.renderer, self.model, self.defaults = engine, renderer, model, defaults
         self._open: dict[str, Session] = {}
-        self._closed: set[str] = set()
+        self._closed: dict[str, None] = {}  # the last to close is the last
         self._shared: Session | None = None
         self._shared_count = 0
 
@@ -361,7 +362,7 @@ class Sessions:
         """A new session; `settings` are fields of Session. The key is random if none is given."""
         assert id not in self._open, f"session {id!r} is open already"
         self._open[id] = self._new(id, key or secrets.token_urlsafe(24), settings)
-        self._closed.discard(id)
+        self._closed.pop(id, None)
         return self._open[id]
 
     def create_open(self, key: str) -> Session:
@@ -388,7 +389,9 @@ class Sessions:
         session = self._open.pop(id, None)
         if session is not None:
             session.close()
-            self._closed.add(id)
+            self._closed[id] = None
+            if len(self._closed) > CLOSED_KEPT:
+                del self._closed[next(iter(self._closed))]
 
     def __contains__(self, id: object) -> bool:
         return id in self._open

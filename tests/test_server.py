@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
@@ -262,3 +265,19 @@ async def test_many_calls_at_once_are_queued_never_refused(place: Place) -> None
     place.engine.gate.set()
     assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
     assert len(place.session.steps) == 60
+
+
+async def test_a_connection_that_was_reset_is_forgotten(place: Place) -> None:
+    body = json.dumps({"messages": [USER]}).encode()
+    reader, writer = await raw(place, body=body)
+    await reader.readuntil(b"}]")  # the answer has begun to arrive: a keep-alive timer of 75 seconds is running
+    await until(lambda: not place.server.app.state.endpoint.exchanges)
+    (connection,) = place.server._uvicorn.server_state.connections
+    forgotten = weakref.ref(connection)
+    del connection
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    await until(lambda: not place.server._uvicorn.server_state.connections)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert forgotten() is None

@@ -207,3 +207,16 @@ async def test_the_registry() -> None:
     assert fresh is not shared
     assert not shared.closed, "its calls in flight go on"
     assert fresh.seed_parts != shared.seed_parts
+
+
+async def test_closed_sessions_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minirllm.session.CLOSED_KEPT", 3)
+    sessions = Sessions(FakeEngine(), RENDERER, model="m")
+    for name in "abcda":
+        sessions.create(name)
+        sessions.close(name)
+    assert list(sessions._closed) == ["c", "d", "a"]
+    with pytest.raises(SessionClosed):
+        sessions.get("c")
+    with pytest.raises(UnknownSession):
+        sessions.get("b")
