@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test smoke bench learning side-by-side vllm-rate
+.PHONY: setup check test smoke bench soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -37,6 +37,11 @@ bench: | $(BIN)/python
 	$(BIN)/python benchmarks/engine.py --out $(BASELINES)/engine.json
 	$(BIN)/python benchmarks/training.py --out $(BASELINES)/training.json
 	$(BIN)/python benchmarks/loop.py --out $(BASELINES)/loop.json
+
+# Ten minutes: 500 sessions at once, with hostile and dying clients.
+soak: | $(BIN)/python
+	mkdir -p $(BASELINES)
+	$(BIN)/python benchmarks/soak.py --out $(BASELINES)/soak.json
 
 # Hours: three tasks, three seeds each.
 learning: | $(BIN)/python
