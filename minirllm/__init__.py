@@ -52,13 +52,14 @@ __all__ = [
 
 
 def arithmetic_settings(cpuinfo: str) -> dict[str, str]:
-    """Environment variables that make CPU arithmetic quick and independent of the batch, by the text of /proc/cpuinfo.
+    """Environment variables that make arithmetic quick and independent of the batch, by the text of /proc/cpuinfo.
 
     MKL's strict modes give a row of a matrix product the same bits whatever the other rows are. They exist on Intel
     only; elsewhere MKL's default already does so at whole multiples of four rows, and its COMPATIBLE mode does not.
     GOMP_SPINCOUNT: with anything else running, idle OpenMP threads that spin make a decode step 5 times slower.
+    CUBLAS_WORKSPACE_CONFIG: without memory of a fixed size for itself, cuBLAS does not promise the same bits twice.
     """
-    settings = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     words = set(cpuinfo.split())
     if "GenuineIntel" in words and "avx512f" in words:
         settings["MKL_CBWR"] = "AVX512,STRICT"

@@ -96,13 +96,22 @@ def find_row_multiple(forward: Forward, head: Head, vocab_size: int, device: tor
     return None
 
 
+def settle() -> None:
+    """CUDA, for the whole process: no TF32, sums in pieces (split-K) in fp32, no kernels chosen by timing. What is left
+    to choose by is the shape, which is fixed; ``CUBLAS_WORKSPACE_CONFIG`` is set before torch is loaded."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cudnn.benchmark = False
+
+
 @contextmanager
 def ordered(wanted: bool) -> Iterator[None]:
     """Inside, torch adds up in one order, or raises where it cannot. By default the gradient of an indexing adds what
     belongs to one row by atomics, in any order, on CUDA and on a CPU with two threads."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # we read nothing that we have not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # we read what we wrote
     try:
         yield
     finally:

@@ -203,7 +203,7 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     seconds = (("seconds_generate", "generate"), ("seconds_train", "train"), ("seconds_eval", "evaluate"))
     parts += [f"{text} {row[name]:.1f} s" for name, text in seconds if row.get(name)]
     if level:
-        parts.append(level)
+        parts.append(f"determinism {level}")
     if row.get("seconds_step") and row["step"] < steps:
         parts.append(f"{_duration(row['seconds_step'] * (steps - row['step']))} left")
     return " | ".join(parts)

@@ -239,6 +239,8 @@ class Policy:
         wanted, attention.ROW_MULTIPLE = self.config.determinism, exactness.ROW_MULTIPLES[0]
         if wanted == "off":
             return "off"
+        if self.device.type == "cuda":
+            exactness.settle()
         exact = False
         if wanted != "fixed" and self.device.type == "cpu" and next(self.model.parameters()).dtype == torch.float32:
             exact = self._find_row_multiple() is not None

@@ -24,6 +24,7 @@ from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
 from minirllm.session import Sessions
+from minirllm.trainer import rehearse
 
 
 @dataclass
@@ -47,9 +48,11 @@ async def serving(
     address: tuple[str, int] = ("127.0.0.1", 0),
     open_key: str | None = None,
     admin_key: str = "",
+    training: bool = False,
 ) -> AsyncIterator[Stack]:
     """Load, start and, at the end, stop everything. `weights` is a checkpoint, or a run whose newest one is taken.
-    `open_key` also serves calls outside any session to its bearers; `admin_key` opens the admin routes to its own.
+    `open_key` also serves calls outside any session to its bearers; `admin_key` opens the admin routes to its own;
+    `training` leaves memory for it on a device where the engine would take what is free.
 
     Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken.
     """
@@ -70,6 +73,8 @@ async def serving(
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
     server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key))
     try:
+        if training and policy.device.type == "cuda":
+            await policy.run(rehearse, policy, config)
         await engine.start()
         facts = {
             "model": loaded.name,

@@ -44,7 +44,7 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
     with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
-        async with serving(config, say=log.say) as stack:
+        async with serving(config, say=log.say, training=True) as stack:
             facts = {**stack.facts, "task": task.name, "task_file": str(task.path or ""), "seed": config.seed}
             facts["task_sha256"] = await asyncio.to_thread(sha256, task.path) if task.path else ""
             await asyncio.to_thread(log.manifest, **facts, data_revision=task.data_revision)

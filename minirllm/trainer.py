@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirllm import exactness
+from minirllm import algorithms, exactness, tree
 from minirllm.algorithms import Algorithm
 from minirllm.batch import Batch
 from minirllm.config import Config
@@ -29,6 +29,7 @@ from minirllm.engines.sampling import effective_temperature
 from minirllm.errors import ConfigError
 from minirllm.policy import Policy
 from minirllm.tree import Forest
+from minirllm.types import Completion
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of the two running means
@@ -155,6 +156,19 @@ class Trainer:
         self.optimizer.state.clear()
         self.optimizer.state.update(loaded)
         self.step, self.policy.version = numbers["step"], numbers["version"]
+
+
+def rehearse(policy: Policy, config: Config) -> None:
+    """The largest micro-batch once, on the device lane; the weights stay. What torch took for it, and for the
+    optimizer's moments, it keeps: an engine that then takes a share of what is free leaves training its memory."""
+    trainer = Trainer(policy, config, algorithms.create(config.algorithm))
+    count = max(config.micro_batch_tokens, min(config.max_context, policy.max_positions))
+    session = tree.TokenTree()
+    session.add([0], Completion([0] * (count - 1), [0.0] * (count - 1), "length", policy.version), "rehearsal")
+    moments = [torch.empty_like(p) for p in trainer.parameters.values() for _ in MOMENTS]
+    trainer._accumulate(tree.merge([session])[0])
+    trainer.optimizer.zero_grad()
+    del moments
 
 
 def dump(forests: Sequence[Forest], path: Path) -> None:

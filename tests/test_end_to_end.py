@@ -84,9 +84,10 @@ def test_random_delays_change_nothing(tmp_path: Path, determinism: str) -> None:
     assert hashes(other)[0] != hashes(quick)[0]
 
 
-def test_kill_and_resume_end_at_the_same_weights(tmp_path: Path) -> None:
-    whole = run(tmp_path, "whole")
-    options = command(tmp_path, "cut")
+@pytest.mark.parametrize("determinism", ["auto", "fixed"])
+def test_kill_and_resume_end_at_the_same_weights(tmp_path: Path, determinism: str) -> None:
+    whole = run(tmp_path, "whole", "--determinism", determinism)
+    options = command(tmp_path, "cut", "--determinism", determinism)
     with subprocess.Popen(options, env={**os.environ, "DELAY": "0.3"}) as process:
         episodes = tmp_path / "cut/episodes"
         deadline = time.monotonic() + 100
@@ -96,13 +97,24 @@ def test_kill_and_resume_end_at_the_same_weights(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     assert len(read_metrics(tmp_path / "cut/metrics.jsonl")) == 2
     finished = EpisodeStore(episodes).finished(3)
-    rows = run(tmp_path, "cut", "--resume")
+    rows = run(tmp_path, "cut", "--resume", "--determinism", determinism)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert hashes(rows) == hashes(whole)
     for step in (3, 4):
         assert content(tmp_path, "cut", step) == content(tmp_path, "whole", step)
     kept = EpisodeStore(episodes).finished(3)
     assert all(kept[key].metrics == episode.metrics for key, episode in finished.items())  # not run again
+
+
+@pytest.mark.parametrize("determinism", ["fixed", "off"])
+def test_manifest_and_console_say_the_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], determinism: str
+) -> None:
+    task = flow.load_task(TASK)
+    options = {"steps": 1, "batch_size": 1, "group_size": 2, "runs_dir": str(tmp_path), "run": "r"}
+    train.run(task, Config(**{**task.defaults, **options, "determinism": determinism}))
+    assert json.loads((tmp_path / "r/manifest.json").read_text())["level"] == determinism
+    assert f"| determinism {determinism}" in capsys.readouterr().out
 
 
 def test_resumed_with_another_learning_rate_it_samples_anew_what_other_weights_had_sampled(tmp_path: Path) -> None:
@@ -262,3 +274,12 @@ def test_smollm2_trainer_and_sampler_agree_bit_for_bit(tmp_path: Path) -> None:
         assert row["mismatch_max"] <= 1e-4
         if level == "exact":
             assert row["mismatch_max"] == row["mismatch_kl"] == row["ratio_max"] == 0.0
+
+
+@pytest.mark.slow
+def test_smollm2_with_fixed_shapes_logs_how_far_trainer_and_sampler_differ(tmp_path: Path) -> None:
+    options = ["--steps", "1", "--batch-size", "2", "--group-size", "2", "--determinism", "fixed"]
+    (row,) = run(tmp_path, "a", *options, MODEL="smollm2-135m")
+    assert json.loads((tmp_path / "a/manifest.json").read_text())["level"] == "fixed"
+    assert row["trained_tokens"] > 0
+    assert row["mismatch_max"] <= 1e-4

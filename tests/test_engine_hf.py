@@ -14,6 +14,7 @@ from minirllm import attention, tree
 from minirllm.config import Config
 from minirllm.engines import cache
 from minirllm.engines.hf import HFEngine
+from minirllm.engines.step import MOST_SLOTS, affordable
 from minirllm.errors import EngineError
 from minirllm.models import tiny
 from minirllm.policy import Policy
@@ -185,8 +186,9 @@ async def test_sliding_windows(policy: Policy) -> None:
 
 
 @pytest.mark.slow
-async def test_smollm2_among_others_with_a_cached_prefix_and_in_training(smollm2: Any) -> None:
-    settings = Config(lora_rank=0, threads=1, slots=6, max_context=512, prefill_chunk=128)
+@pytest.mark.parametrize("determinism", ["auto", "fixed"])
+async def test_smollm2_among_others_with_a_cached_prefix_and_in_training(smollm2: Any, determinism: str) -> None:
+    settings = Config(lora_rank=0, threads=1, slots=6, max_context=512, prefill_chunk=128, determinism=determinism)
     policy = await asyncio.to_thread(Policy, smollm2.model, smollm2.tokenizer, settings)
     text = "Name three rivers in Europe and say which is the longest. " * 3
     asked = [smollm2.tokenizer.encode(text[i:]) for i in range(8)]
@@ -249,6 +251,73 @@ async def test_a_cache_that_is_not_exact_is_noticed_at_the_start(
     monkeypatch.setattr(cache.Decode, "_mask", lambda *args: right(*args) * 0)  # as if every key were visible
     with pytest.raises(EngineError, match="determinism = fixed"):
         await HFEngine(policy, config()).start()
+
+
+async def test_with_fixed_shapes_nothing_has_another_shape(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes, leaves and is reused: forwards of one token in each slot or of one chunk, heads of all slots."""
+    if policy.level != "fixed":
+        pytest.skip("the exact level needs no fixed shapes")
+    forwards, heads, sampled = set[int](), set[int](), set[int]()
+    hidden, logits, logprobs = policy.hidden, policy.logits, policy.logprobs
+    asked = prompts(14, 1, 330, seed=16)
+    asked += [asked[0], asked[1], [*asked[2], *asked[3]][:500]]
+    async with serving(policy) as engine:
+        monkeypatch.setattr(policy, "hidden", lambda t, *args: (forwards.add(len(t)), hidden(t, *args))[1])
+        monkeypatch.setattr(policy, "logits", lambda h: (heads.add(len(h)), logits(h))[1])
+        monkeypatch.setattr(policy, "logprobs", lambda x, t: (sampled.add(len(x)), logprobs(x, t))[1])
+        tasks = [asyncio.create_task(engine.generate(p, FREE, i)) for i, p in enumerate(asked)]
+        await tasks[0]
+        tasks[5].cancel()
+        await asyncio.wait(tasks)
+        again = await alone(engine, asked[7], 7)
+    assert same(tasks[7].result(), again)
+    assert (forwards, heads, sampled) == ({8, 64}, {8}, {8})
+
+
+async def test_rows_that_are_not_independent_are_noticed_at_the_start(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if policy.level != "fixed":
+        pytest.skip("checked where shapes are fixed; the exact level has a check of its own")
+    right = cache.Decode._weigh
+
+    def depends_on_the_longest(self: cache.Decode, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        return right(self, q, *args) * (1 + 1e-6 * len(self.reach))
+
+    monkeypatch.setattr(cache.Decode, "_weigh", depends_on_the_longest)
+    with pytest.raises(EngineError, match="determinism = off"):
+        await HFEngine(policy, config()).start()
+
+
+async def test_off_promises_nothing_and_works(policy: Policy) -> None:
+    off = await asyncio.to_thread(Policy, tiny.build()[0], policy.tokenizer, config(determinism="off"))
+    asked = prompts(12, 1, 200, seed=17)
+    async with serving(off) as engine:
+        got = await together(engine, asked, SamplingParams(max_tokens=12, temperature=0))
+    async with serving(policy) as engine:
+        want = await together(engine, asked, SamplingParams(max_tokens=12, temperature=0))
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    await asyncio.to_thread(off.close)
+
+
+def test_slots_that_fit_the_free_memory_by_hand() -> None:
+    assert affordable(1000, 100) == 8  # a fifth stays for activations
+    assert affordable(50, 100) == 1
+    assert affordable(10**12, 100) == MOST_SLOTS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("determinism", ["fixed", "off"])
+async def test_on_cuda_alone_and_among_others(determinism: str) -> None:
+    policy = await asyncio.to_thread(Policy, tiny.build()[0].cuda(), tiny.build()[1], config(determinism=determinism))
+    asked = prompts(32, 1, 330)
+    async with serving(policy) as engine:
+        apart = [await alone(engine, prompt, i) for i, prompt in enumerate(asked)]
+        engine.weights_changed()
+        joined = await together(engine, asked)
+    assert len({tuple(a.token_ids) for a in joined}) == 32
+    assert determinism == "off" or all(same(a, b) for a, b in zip(apart, joined, strict=True))
+    await asyncio.to_thread(policy.close)
 
 
 @pytest.mark.gpu

@@ -80,8 +80,9 @@ def test_a_step_is_one_row_on_disk_and_one_plain_line(tmp_path):
     assert lines == [
         "step 3/20 | reward 0.641 ± 0.25 | "
         "signal in 5 of 8 groups, 2 too easy, 1 too hard, 3 truncated, 2 ungraded | "
-        "mismatch 0 | entropy 1.23 | gradient 0.5 | 300 tok/s | generate 4.0 s | train 2.2 s | exact | 2 min left",
-        "step 4/20 | exact",
+        "mismatch 0 | entropy 1.23 | gradient 0.5 | 300 tok/s | generate 4.0 s | train 2.2 s | "
+        "determinism exact | 2 min left",
+        "step 4/20 | determinism exact",
     ]
     assert load(tmp_path / "r" / "config.toml") == Config()
 
@@ -396,4 +397,4 @@ async def test_what_a_run_says_from_the_event_loop_does_not_block_it(tmp_path):
     run.progress("step 1", 1, 2)
     await asyncio.to_thread(run.step, {"step": 1})
     run.close()
-    assert said(run) == "a\nb\nstep 1/20 | exact\n"
+    assert said(run) == "a\nb\nstep 1/20 | determinism exact\n"

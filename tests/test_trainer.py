@@ -16,7 +16,7 @@ from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.models import tiny
 from minirllm.policy import Policy
-from minirllm.trainer import Trainer, learning_rate
+from minirllm.trainer import Trainer, learning_rate, rehearse
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Step, Trajectory
 
@@ -279,6 +279,49 @@ async def test_clipping_bounds_the_step_and_zero_turns_it_off(make_policy):
         0.1 * 1e-3, rel=1e-2
     )  # exp_avg after one step is (1 - 0.9) x the clipped gradient
     assert moments[1] == pytest.approx(0.1 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_rehearsal_is_the_largest_micro_batch_and_changes_nothing(make_policy, monkeypatch, rank):
+    policy = make_policy(lora_rank=rank, micro_batch_tokens=64, max_context=200, kl_beta=0.1)
+    sha, run = policy.weights_sha256(), []
+    accumulate = Trainer._accumulate
+
+    def watched(self, forest):
+        sums = accumulate(self, forest)
+        moved = all(parameter.grad is not None for parameter in self.parameters.values())
+        run.append((len(forest), int(forest.trained_T.sum()), moved))
+        return sums
+
+    monkeypatch.setattr(Trainer, "_accumulate", watched)
+    rehearse(policy, policy.config)
+    rehearse(policy, Config(**{**policy.config.to_dict(), "micro_batch_tokens": 300}))
+    assert run == [(200, 199, True), (300, 299, True)]  # a rollout longer than a micro-batch stays whole
+    assert (policy.weights_sha256(), policy.version) == (sha, 0)
+    assert all(parameter.grad is None for parameter in policy.trainable().values())
+
+
+@pytest.mark.gpu
+def test_what_a_rehearsal_took_is_not_offered_to_the_engine():
+    model, tokenizer = tiny.build()
+    policy = Policy(model.cuda(), tokenizer, Config(model="tiny", device="cuda", lora_rank=0, max_context=2048))
+    before = torch.cuda.mem_get_info()[0]
+    rehearse(policy, policy.config)
+    peak = torch.cuda.max_memory_allocated()
+    assert before - torch.cuda.mem_get_info()[0] > 0
+    assert torch.cuda.memory_reserved() >= peak > torch.cuda.memory_allocated()
+    policy.close()
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_gradient_has_the_same_bits_each_time():
+    model, tokenizer = tiny.build()
+    policy = Policy(model.cuda(), tokenizer, Config(model="tiny", device="cuda", lora_rank=4))
+    batch = build(sampled_group(policy, [1.0, 0.0, 0.0, 1.0, 0.5] * 4), policy.config, create("grpo"), 0)
+    trainer = Trainer(policy, policy.config, create("grpo"))
+    first, *others = [accumulate(policy, trainer, batch)[1] for _ in range(10)]
+    assert all(torch.equal(other[name], value) for other in others for name, value in first.items())
+    policy.close()
 
 
 def test_learning_rate_by_hand():

@@ -36,6 +36,12 @@ class Rows:
     index_R: np.ndarray  # int64, how many tokens the request has sampled before
     special: list[tuple[int, SamplingParams, Sequence[int]]] = field(default_factory=list)  # row, params, sampled ids
 
+    def padded(self, count: int) -> Rows:
+        """The same before plain rows up to `count` in all: sums on CUDA depend on how many rows there are."""
+        more = (0, count - len(self.seed_R))
+        temperature_R = np.pad(self.temperature_R, more, constant_values=1)
+        return Rows(temperature_R, np.pad(self.seed_R, more), np.pad(self.index_R, more), self.special)
+
 
 @dataclass(slots=True)
 class Samples:

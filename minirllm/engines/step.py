@@ -3,7 +3,8 @@
 Owns: everything of the engine that touches torch. Does not know: requests, the queue, the event loop.
 
 At the exact level and at off one packed forward holds decoded rows and prompt chunks together. With fixed shapes a
-forward is either one token in each slot or one chunk of `prefill_chunk` tokens, and the head always has `slots` rows.
+forward is either one token in each slot or one chunk of `prefill_chunk` tokens, and head and sampling always have
+`slots` rows.
 
 Legend: T packed tokens, R decoded rows, N sampled rows, E hidden size, S slots, C positions per slot.
 """
@@ -57,8 +58,8 @@ class Runner:
 
     @torch.no_grad()
     def __init__(self, policy: Policy, config: Config, max_context: int):
-        """Allocate. On CUDA the number of slots follows the memory that is free now, so run the largest training batch
-        once before."""
+        """Allocate. On CUDA the number of slots follows the memory that is free now: `stack` runs the largest training
+        batch before. Raises EngineError when this cache does not keep the policy's level."""
         self.policy, self.chunk, self.fixed = policy, config.prefill_chunk, policy.level == "fixed"
         device, shapes = policy.device, Shapes()
         position_T = torch.arange(4, device=device)
@@ -68,13 +69,14 @@ class Runner:
         self.capacity = whole + -whole % attention.TILE
         self.slots = config.slots or CPU_SLOTS
         if not config.slots and device.type == "cuda":
-            room = FREE_SHARE * torch.cuda.mem_get_info(device)[0]
-            self.slots = max(1, min(MOST_SLOTS, int(room) // (shapes.bytes_per_position() * self.capacity)))
+            self.slots = affordable(torch.cuda.mem_get_info(device)[0], shapes.bytes_per_position() * self.capacity)
         self.cache = SlotCache(shapes, self.slots, self.capacity, device)
         self.end_SE = torch.zeros(self.slots, hidden_TE.shape[-1], dtype=hidden_TE.dtype, device=device)  # of prompts
         self.graph = DecodeGraph(policy, self.cache) if self.fixed and device.type == "cuda" else None
         if policy.level == "exact":
             self._check_exact()
+        elif self.fixed:
+            self._check_fixed()
 
     def _check_exact(self) -> None:
         """The policy's probe found exact arithmetic: if that does not hold for the slot cache, too, do not start."""
@@ -99,6 +101,20 @@ class Runner:
         if not same:
             raise EngineError("exact arithmetic does not hold for the engine's cache here: use determinism = fixed")
 
+    def _check_fixed(self) -> None:
+        """A sequence's next logits, alone in the first slot and in the last among rows that reach to the end."""
+        last, n = self.slots - 1, min(attention.TILE + 7, self.capacity - 2)
+        token_n, slot_S = np.arange(n) * 7 % self.policy.vocab_size, np.arange(self.slots)
+        prompt = Prefill(self.cache, 0, 0, n)
+        self.policy.hidden(self._on_device(token_n), self._on_device(np.arange(n)), Packed([(n, prompt)]))
+        alone_1E = self._decode_all_slots(np.array([0]), np.array([1]), np.array([n]))
+        self.cache.copy(0, last, n)
+        position_S = np.where(slot_S == last, n, self.capacity - 2)
+        among_SE = self._decode_all_slots(slot_S, np.where(slot_S == last, 1, slot_S + 2), position_S)
+        alone_SV = self.policy.logits(F.pad(alone_1E, (0, 0, 0, last)))
+        if not torch.equal(alone_SV[0], self.policy.logits(among_SE)[last]):
+            raise EngineError("rows of one forward are not independent on this device: use determinism = off")
+
     @torch.no_grad()
     def run(self, step: Step) -> Samples | None:
         """None when nothing is to be sampled: every chunk is the middle of a prompt."""
@@ -109,7 +125,7 @@ class Runner:
             elif method == "swap":
                 self.end_SE[list(slots[:2])] = self.end_SE[[slots[1], slots[0]]]
         if self.fixed and len(step.slot_R):
-            hidden_NE = self._decode_all_slots(step)
+            hidden_NE = self._decode_all_slots(step.slot_R, step.token_R, step.position_R)
         elif step.chunks or len(step.slot_R):
             hidden_NE = self._packed(step)
         else:
@@ -118,9 +134,10 @@ class Runner:
         N = len(hidden_NE)
         if N == 0:
             return None
+        rows = step.rows
         if self.fixed:
-            hidden_NE = F.pad(hidden_NE, (0, 0, 0, self.slots - N))
-        return sample(self.policy.logits(hidden_NE)[:N], step.rows, self.policy.logprobs)
+            hidden_NE, rows = F.pad(hidden_NE, (0, 0, 0, self.slots - N)), rows.padded(self.slots)
+        return sample(self.policy.logits(hidden_NE), rows, self.policy.logprobs)
 
     def _packed(self, step: Step) -> torch.Tensor:
         """One forward over rows and chunks. Returns hidden states ``[N, E]`` of the rows and of the prompts that end
@@ -151,21 +168,22 @@ class Runner:
             self.end_SE[[chunk.slot for chunk in step.chunks if chunk.ends]] = hidden_NE[rows:]
         return hidden_NE
 
-    def _decode_all_slots(self, step: Step) -> torch.Tensor:
+    def _decode_all_slots(self, slot_R: np.ndarray, token_R: np.ndarray, position_R: np.ndarray) -> torch.Tensor:
         """Every slot is a row. Idle ones write where no sequence ever reads: a window's last token is never stored."""
         S, C = self.slots, self.capacity
         token_S, position_S, write_S = np.zeros(S, np.int64), np.zeros(S, np.int64), np.full(S, C - 1)
-        token_S[step.slot_R], position_S[step.slot_R], write_S[step.slot_R] = (
-            step.token_R,
-            step.position_R,
-            step.position_R,
-        )
+        token_S[slot_R], position_S[slot_R], write_S[slot_R] = token_R, position_R, position_R
         token, position, write = self._on_device(token_S), self._on_device(position_S), self._on_device(write_S)
         if self.graph is not None:
-            return self.graph(token, position, write)[step.slot_R]
+            return self.graph(token, position, write)[slot_R]
         reach = [(0, S)] * (int(position_S.max()) // attention.TILE + 1)
         layout = Decode(self.cache, self._on_device(np.arange(S)), position, write, reach)
-        return self.policy.hidden(token, position, layout)[step.slot_R]
+        return self.policy.hidden(token, position, layout)[slot_R]
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.policy.device)
+
+
+def affordable(free: int, slot: int) -> int:
+    """How many slots of `slot` bytes fit the `free` bytes of a device, activations left aside."""
+    return max(1, min(MOST_SLOTS, int(FREE_SHARE * free) // slot))
