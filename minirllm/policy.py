@@ -96,6 +96,12 @@ class Policy:
         """Every forward and head product has a multiple of this many rows."""
         return attention.ROW_MULTIPLE
 
+    @property
+    def static_shapes(self) -> bool:
+        """Does the engine run one token in every slot, or one whole chunk, whatever there is to do? At the fixed level
+        for equal bits; on CUDA at any, because only a step of one shape can be captured as a graph."""
+        return self.level == "fixed" or self.device.type == "cuda"
+
     def hidden(self, token_T: Tensor, position_T: Tensor, layout: attention.Layout) -> Tensor:
         """One packed forward of the decoder. Returns ``[T, E]``."""
         T = len(token_T)

@@ -315,6 +315,7 @@ async def test_on_cuda_alone_and_among_others(determinism: str) -> None:
         apart = [await alone(engine, prompt, i) for i, prompt in enumerate(asked)]
         engine.weights_changed()
         joined = await together(engine, asked)
+        assert engine._runner.graph is not None
     assert len({tuple(a.token_ids) for a in joined}) == 32
     assert determinism == "off" or all(same(a, b) for a, b in zip(apart, joined, strict=True))
     await asyncio.to_thread(policy.close)

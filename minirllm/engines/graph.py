@@ -24,7 +24,7 @@ class DecodeGraph:
     """``graph(token_S, position_S, write_S) -> hidden_SE``; the result is overwritten by the next call."""
 
     def __init__(self, policy: Policy, cache: SlotCache):
-        """Raises EngineError when the captured step does not reproduce the eager one."""
+        """Raises EngineError when the captured step does not reproduce the eager one, unless determinism is off."""
         S, device = cache.slots, policy.device
         self.token_S, self.position_S = (torch.zeros(S, dtype=torch.long, device=device) for _ in range(2))
         self.write_S = torch.full((S,), cache.capacity - 1, device=device)
@@ -44,7 +44,7 @@ class DecodeGraph:
         with torch.cuda.graph(self._graph):
             self._hidden_SE = step()
         self._graph.replay()
-        if not torch.equal(self._hidden_SE, eager_SE):
+        if policy.level != "off" and not torch.equal(self._hidden_SE, eager_SE):
             raise EngineError(
                 "the decode step captured as a CUDA graph differs from the eager one; use determinism = off"
             )

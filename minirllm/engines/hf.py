@@ -69,7 +69,7 @@ class HFEngine:
                 "keys: use a model whose layers all are attention, or another engine."
             )
         self.policy, self.config = policy, config
-        self.fixed = policy.level == "fixed"
+        self.fixed = policy.static_shapes
         self.max_context = min(config.max_context, policy.max_positions)
         self.vocab_size = policy.vocab_size
         self._waiting: deque[_Request] = deque()

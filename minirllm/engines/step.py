@@ -60,7 +60,7 @@ class Runner:
     def __init__(self, policy: Policy, config: Config, max_context: int):
         """Allocate. On CUDA the number of slots follows the memory that is free now: `stack` runs the largest training
         batch before. Raises EngineError when this cache does not keep the policy's level."""
-        self.policy, self.chunk, self.fixed = policy, config.prefill_chunk, policy.level == "fixed"
+        self.policy, self.chunk, self.fixed = policy, config.prefill_chunk, policy.static_shapes
         device, shapes = policy.device, Shapes()
         position_T = torch.arange(4, device=device)
         hidden_TE = policy.hidden(position_T, position_T, shapes)
@@ -75,7 +75,7 @@ class Runner:
         self.graph = DecodeGraph(policy, self.cache) if self.fixed and device.type == "cuda" else None
         if policy.level == "exact":
             self._check_exact()
-        elif self.fixed:
+        elif policy.level == "fixed":
             self._check_fixed()
 
     def _check_exact(self) -> None:
