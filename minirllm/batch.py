@@ -1,7 +1,10 @@
 """Episodes become micro-batches: groups, advantages, the weight of every token in the loss, packed forests.
 
-Owns: grouping, which groups are skipped and why, loss aggregation, the ledger check, packing. Does not know: the model,
+Owns: grouping, which groups are skipped and why, loss aggregation, the ledger, packing. Does not know: the model,
 gradients, how tokens were sampled.
+
+The ledger balances: every sampled token is trained on once, or discarded for a reason that `Batch.fate` names and the
+metrics count. A token to be trained on that no call on record explains raises LedgerError before anything is learned.
 
 The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. A group
 whose advantages are all zero teaches nothing: it is counted, takes no compute, and does not enter the totals that
@@ -27,11 +30,24 @@ import numpy as np
 from minirllm.algorithms import Algorithm
 from minirllm.config import Config
 from minirllm.errors import LedgerError
-from minirllm.tree import Forest, Spans, concatenate, merge, unfold
-from minirllm.types import Episode, Trajectory
+from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
+from minirllm.types import Episode, Step, Trajectory
 
 #: What sessions and rollouts counted in ``Episode.metrics`` that a step's metrics add up.
 COUNTED = ("branches", "rerendered", "unprovable", "edited", "reasked", "replayed", "aborted", "unclaimed_calls")
+
+
+@dataclass
+class Member:
+    """One trajectory in its group. `calls` are those it is trained on, `tokens` how many these sampled."""
+
+    episode: Episode
+    trajectory: Trajectory
+    reward: float
+    calls: dict[str, Step]  # by call id
+    tokens: int
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its tokens in the loss; 0: its group teaches nothing
 
 
 @dataclass
@@ -40,82 +56,106 @@ class Batch:
 
     forests: list[Forest] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    members: dict[tuple[str, str], Member] = field(default_factory=dict)  # by episode id and call id
 
-
-@dataclass
-class _Member:
-    """One trajectory in its group. `calls` are the call ids it is trained on, `tokens` how many those sampled."""
-
-    episode: Episode
-    trajectory: Trajectory
-    reward: float
-    calls: set[str]
-    tokens: int
-    advantage: float = 0.0
-    weight: float = 0.0  # of each of its tokens
+    def fate(self, episode: Episode, node: Node) -> str:
+        """What becomes of the tokens of a sampled node: "trained", or why they are discarded."""
+        member = self.members.get((episode.id, node.call_id))
+        if node.aborted:
+            return "aborted"  # the client left, the session ended, the engine failed
+        if episode.reward is None:
+            return "ungraded"
+        if member is None:
+            return "unclaimed"  # by any trajectory of the episode
+        return "trained" if member.weight else "no_signal"
 
 
 def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: int) -> Batch:
     """The batch of one step, a function of the episodes' contents: they may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
-    Episodes without a reward are counted and left out. `version` is the policy's: LedgerError when a token was sampled
-    by other weights or has no finite logprob.
+    Episodes without a reward are counted and left out. `version` is the policy's. Raises LedgerError for a token to be
+    trained on that cannot be traced to a call on record, these weights and a finite logprob.
     """
-    episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
-    metrics = _episode_metrics(episodes)
-    groups: dict[tuple[str, str], list[_Member]] = {}
-    for episode in episodes:
-        if episode.reward is not None:
-            for member in _members(episode):
-                groups.setdefault((episode.task_id, member.trajectory.name), []).append(member)
-    kept = [
-        member
-        for group in _learnable(list(groups.values()), config, algorithm, metrics)
-        for member in group
-        if member.tokens
-    ]
-    _weigh(kept, config)
-    by_task: dict[str, list[_Member]] = {}
-    for member in kept:
-        by_task.setdefault(member.episode.task_id, []).append(member)
-    forests = [forest for members in by_task.values() for forest in _forests(members, config, version)]
+    batch = select(episodes, config, algorithm)
+    by_task: dict[str, dict[int, list[Member]]] = {}  # and by rollout
+    for member in _trained(batch):
+        rollouts = by_task.setdefault(member.episode.task_id, {})
+        rollouts.setdefault(id(member.episode), []).append(member)
+    forests = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
     if config.packing == "paths":
-        micro_batches = [row for forest in forests for row in unfold(forest)]
+        batch.forests = [row for forest in forests for row in unfold(forest)]
     else:
-        micro_batches = _pack(forests, config.micro_batch_tokens)
-    trained, total = sum(member.tokens for member in kept), sum(map(len, micro_batches))
-    metrics |= {
-        "trajectories": float(len(kept)),
-        "micro_batches": float(len(micro_batches)),
-        "trained_tokens": float(trained),
-        "context_tokens": float(total - trained),
+        batch.forests = _pack(forests, config.micro_batch_tokens)
+    trained, total = batch.metrics["trained_tokens"], sum(map(len, batch.forests))
+    assert trained == sum(int(forest.trained_T.sum()) for forest in batch.forests), "the ledger balances"
+    batch.metrics |= {
+        "micro_batches": float(len(batch.forests)),
+        "context_tokens": total - trained,
         "tokens": float(total),
         # tokens of one path at a time, over tokens computed
         "prefix_saving": sum(map(_unfolded, forests)) / max(1, total),
     }
-    return Batch(micro_batches, metrics)
+    return batch
 
 
-def _members(episode: Episode) -> list[_Member]:
+def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) -> Batch:
+    """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
+    episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
+    batch = Batch(metrics=_episode_metrics(episodes))
+    groups: dict[tuple[str, str], list[Member]] = {}
+    for episode in episodes:
+        for member in _members(episode) if episode.reward is not None else ():
+            groups.setdefault((episode.task_id, member.trajectory.name), []).append(member)
+    learnable = _learnable(list(groups.values()), config, algorithm, batch.metrics)
+    _weigh([member for group in learnable for member in group if member.tokens], config)
+    batch.members = {(m.episode.id, call): m for group in groups.values() for m in group for call in m.calls}
+    fates = Counter({"retried": sum(int(episode.metrics.get("retried_tokens", 0)) for episode in episodes)})
+    for episode in episodes:
+        for node in episode.tree.nodes if episode.tree else ():
+            if node.sampled:
+                fates[batch.fate(episode, node)] += len(node.tokens)
+    sampled, trained = fates.total(), fates.pop("trained", 0)
+    batch.metrics |= {
+        "trajectories": float(len(_trained(batch))),
+        "sampled_tokens": float(sampled),
+        "trained_tokens": float(trained),
+        "discarded_tokens": float(sampled - trained),
+        **{f"discarded/{why}": float(count) for why, count in sorted(fates.items()) if count},
+        "drift_tokens": float(sum(map(_drift, episodes))),
+    }
+    return batch
+
+
+def _trained(batch: Batch) -> list[Member]:
+    """The members that the update learns from, each once."""
+    return list({id(member): member for member in batch.members.values() if member.weight}.values())
+
+
+def _members(episode: Episode) -> list[Member]:
     """The trajectories of a graded episode. A call that two of them claim is trained in the first only."""
-    lengths: Counter[str] = Counter()
-    for node in episode.tree.nodes if episode.tree else ():
-        if node.sampled and not node.aborted:
-            lengths[node.call_id] += len(node.tokens)
     members, claimed = [], set[str]()
     for trajectory in episode.trajectories:
         reward = episode.reward if trajectory.reward is None else trajectory.reward
         assert reward is not None
-        calls = {episode.tree.nodes[step.node].call_id for step in trajectory.steps if step.node is not None} - claimed
-        claimed |= calls
-        members.append(_Member(episode, trajectory, float(reward), calls, sum(lengths[call] for call in calls)))
+        calls = {step.id: step for step in trajectory.steps if step.node is not None and step.id not in claimed}
+        claimed |= calls.keys()
+        tokens = sum(step.response_length for step in calls.values())
+        members.append(Member(episode, trajectory, float(reward), calls, tokens))
     return members
 
 
+def _drift(episode: Episode) -> int:
+    """Tokens of continued calls that the call which continues them reads otherwise than they were read and sampled."""
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps if _chain(episode.tree, step)]
+    paths = {step.id: set(episode.tree.path(step.node)) for step in steps}
+    left = [paths.get(step.parent or "", set()) - paths[step.id] for step in steps]
+    return sum(len(episode.tree.nodes[index].tokens) for indices in left for index in indices)
+
+
 def _learnable(
-    groups: list[list[_Member]], config: Config, algorithm: Algorithm, metrics: dict[str, float]
-) -> list[list[_Member]]:
+    groups: list[list[Member]], config: Config, algorithm: Algorithm, metrics: dict[str, float]
+) -> list[list[Member]]:
     """Sets every member's advantage; returns the groups that take part in the update, counts the others by why not."""
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
     learnable = []
@@ -142,7 +182,7 @@ def _learnable(
     return learnable
 
 
-def _weigh(members: Sequence[_Member], config: Config) -> None:
+def _weigh(members: Sequence[Member], config: Config) -> None:
     """Sets the weight of each member's tokens; the module's docstring has the three formulas."""
     total = sum(member.tokens for member in members)
     for member in members:
@@ -153,55 +193,69 @@ def _weigh(members: Sequence[_Member], config: Config) -> None:
         }[config.loss_aggregation]
 
 
-def _forests(members: Sequence[_Member], config: Config, version: int) -> list[Forest]:
-    """One task's trajectories as one forest, or as the fewest even shares of its rollouts that fit micro_batch_tokens.
+def _forests(rollouts: list[list[Member]], config: Config, version: int) -> list[Forest]:
+    """One task's rollouts as one forest, or as the fewest even shares of them that fit micro_batch_tokens.
 
     Each share repeats the prompt. A single rollout that does not fit stays whole.
     """
-    rollouts: dict[int, list[_Member]] = {}
-    for member in members:
-        rollouts.setdefault(id(member.episode), []).append(member)
-    rows = list(rollouts.values())
-    forests = [_forest(rows, version)]
+    forests = [_forest(rollouts, version)]
     shares = -(-len(forests[0]) // config.micro_batch_tokens)
-    while len(forests) < len(rows) and max(map(len, forests)) > config.micro_batch_tokens:
-        edges = np.linspace(0, len(rows), min(shares, len(rows)) + 1).astype(int).tolist()
-        forests = [_forest(rows[a:b], version) for a, b in pairwise(edges)]
+    while len(forests) < len(rollouts) and max(map(len, forests)) > config.micro_batch_tokens:
+        edges = np.linspace(0, len(rollouts), min(shares, len(rollouts)) + 1).astype(int).tolist()
+        forests = [_forest(rollouts[a:b], version) for a, b in pairwise(edges)]
         shares += 1
     return forests
 
 
-def _forest(rollouts: Sequence[Sequence[_Member]], version: int) -> Forest:
+def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
     """These rollouts of one task (the members of each) merged, with advantages and weights filled in."""
     owners = [{call: member for member in members for call in member.calls} for members in rollouts]
     forest, spans = merge([members[0].episode.tree for members in rollouts], owners)
-    for members, owner, found in zip(rollouts, owners, spans, strict=True):
-        _check(members[0].episode, found, version)
-        for node, (start, end) in found.items():
-            member = owner[members[0].episode.tree.nodes[node].call_id]
-            forest.advantage_T[start:end] = member.advantage
-            forest.weight_T[start:end] = member.weight
+    for owner, found in zip(owners, spans, strict=True):
+        _check(owner, found, version)
+        for call, member in owner.items():
+            for start, end in (found[node] for node in _chain(member.episode.tree, member.calls[call])):
+                forest.advantage_T[start:end] = member.advantage
+                forest.weight_T[start:end] = member.weight
     return forest
 
 
-def _check(episode: Episode, trained: Spans, version: int) -> None:
-    """The ledger: every trained token has a finite captured logprob and was sampled by the weights it will update."""
-    for index in trained:
-        node = episode.tree.nodes[index]
-        where = f"Episode {episode.id}, call {node.call_id}"
+def _chain(tree: TokenTree, step: Step) -> list[int]:
+    """The nodes that hold what this call sampled, as its record has it."""
+    within = step.node is not None and 0 <= step.node < len(tree.nodes) and tree.nodes[step.node].call_id == step.id
+    return tree.completion_nodes(step.node) if within else []
+
+
+def _check(owner: dict[str, Member], trained: Spans, version: int) -> None:
+    """The ledger of an episode: each call is to train the very tokens that it sampled, from these weights."""
+    for call, member in owner.items():
+        nodes = [index for index in trained if member.episode.tree.nodes[index].call_id == call]
+        if problem := _untraceable(member.episode.tree, member.calls[call], nodes, version):
+            raise LedgerError(member.episode.id, call, *problem)
+
+
+def _untraceable(tree: TokenTree, step: Step, nodes: list[int], version: int) -> tuple[int, str] | None:
+    """(position, what is wrong) of the first token in `nodes` that this call's record does not explain."""
+    chain, used = _chain(tree, step), step.prompt_length
+    for index in sorted(set(chain) ^ set(nodes)):
+        return len(tree.ids(tree.nodes[index].parent)), "the record of its call and the tree disagree on what was sampled"
+    start = len(tree.prompt_ids(chain[-1])) if chain else step.prompt_length
+    if start != step.prompt_length:
+        return start, f"its call is on record with a prompt of {step.prompt_length} tokens, not {start}"
+    for node in (tree.nodes[index] for index in chain):
         if node.weight_version != version:
-            raise LedgerError(
-                f"{where}: sampled by weights of version {node.weight_version}, but the policy is at version {version}."
-            )
-        logprobs = np.array(node.logprobs, np.float64)
-        if len(logprobs) != len(node.tokens) or not np.isfinite(logprobs).all():
-            bad = np.flatnonzero(~np.isfinite(logprobs))
-            at = int(bad[0]) if len(bad) else min(len(logprobs), len(node.tokens))
-            position = len(episode.tree.ids(node.parent)) + at
-            value = logprobs[at] if at < len(logprobs) else "missing"
-            raise LedgerError(
-                f"{where}, token at position {position}: its logprob is {value}, expected a finite number."
-            )
+            was = f"it was sampled by weights of version {node.weight_version}"
+            return used, f"{was}, but the policy is at version {version}"
+        if len(node.logprobs) != len(node.tokens):
+            return used + min(len(node.logprobs), len(node.tokens)), "it has no logprob"
+        for at, value in enumerate(np.array(node.logprobs, np.float64), used):
+            if not np.isfinite(value):
+                return at, f"its logprob is {value}, expected a finite number"
+        used += len(node.tokens)
+    if (count := used - start) != step.response_length:
+        at = start + min(count, step.response_length)
+        return at, f"its call is on record with {step.response_length} sampled tokens, not {count}"
+    return None
 
 
 def _unfolded(forest: Forest) -> int:

@@ -26,6 +26,17 @@ class CheckpointError(UserError):
     """A checkpoint is missing, torn or does not belong to this run."""
 
 
+class LedgerError(UserError):
+    """A token to be trained on cannot be traced to the call, the weights and the logprob that it was sampled with.
+
+    `position` counts from the first token of the call's prompt.
+    """
+
+    def __init__(self, episode: str, call: str, position: int, why: str):
+        super().__init__(f"Episode {episode}, call {call}, token at position {position}: {why}.")
+        self.episode, self.call, self.position = episode, call, position
+
+
 class RequestError(Exception):
     """A model call was malformed: HTTP 400, or `status`, with `message`; `param` names the field."""
 
@@ -87,10 +98,6 @@ class UnknownSession(RequestError):
 
 class EngineError(Exception):
     """The engine cannot serve: it was closed or its device failed."""
-
-
-class LedgerError(Exception):
-    """A captured token cannot be trained on: it has no finite logprob, or other weights sampled it. Our own fault."""
 
 
 class GradingError(Exception):

@@ -38,6 +38,14 @@ UNIFORM = {
     "groups_too_small": "too small",
 }
 TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_calls": "parse failures"}
+DISCARDED = {
+    "discarded/no_signal": "without signal",
+    "discarded/ungraded": "ungraded",
+    "discarded/unclaimed": "of calls that no trajectory claims",
+    "discarded/aborted": "cut off",
+    "discarded/retried": "of attempts that were run again",
+}
+BRANCHES = {"edited": "edited", "rerendered": "rewritten by the template", "unprovable": "not provable"}
 IDENTITY = ("seed", "model", "task")  # facts of the manifest: with another one it is another run
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -196,7 +204,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
             *_counts(row, TROUBLE),
         ]
         parts.append(", ".join(counts))
-    shown = (("mismatch_max", "mismatch", ".2g"), ("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
+    parts += _ledger(row, level)
+    shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]
     if row.get("tokens_generated") and row.get("seconds_generate"):
         parts.append(f"{row['tokens_generated'] / row['seconds_generate']:.0f} tok/s")
@@ -207,6 +216,21 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     if row.get("seconds_step") and row["step"] < steps:
         parts.append(f"{_duration(row['seconds_step'] * (steps - row['step']))} left")
     return " | ".join(parts)
+
+
+def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
+    """Sampled tokens that are not trained on, those read otherwise than sampled, and sampler against trainer: why."""
+    parts = []
+    if _count(row, "discarded_tokens"):
+        counts = f"{_count(row, 'discarded_tokens')} of {_count(row, 'sampled_tokens')} tokens"
+        parts.append(f"discarded {counts} ({', '.join(_counts(row, DISCARDED))})")
+    if _count(row, "branches"):
+        why = ", ".join(_counts(row, {**BRANCHES, "drift_tokens": "tokens read otherwise"}))
+        parts.append(f"{_count(row, 'branches')} branches ({why})")
+    if row.get("mismatch_max") is not None:
+        broken = level == "exact" and row["mismatch_max"] != 0
+        parts.append(f"mismatch {_show(row, 'mismatch_max', '.2g')}" + (" where exact promises 0" if broken else ""))
+    return parts
 
 
 def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:

@@ -112,25 +112,27 @@ class Runner:
     async def run(self, task: Task, rollout_idx: int = 0, step: int = 0, *, validation: bool = False) -> Episode:
         """One graded episode: what fails is in `termination_reason` and `reason`. Raises EngineError when the engine
         fails in the last attempt too: that is nothing which the agent did."""
-        deadline = Deadline(self.config.episode_timeout)
+        deadline, job, sampled = Deadline(self.config.episode_timeout), Job(task, rollout_idx, step, validation), 0
         self.in_flight += 1
         try:
             for attempt in range(self.config.retries + 1):
+                session = self._open(job, attempt)
                 try:
-                    episode = await self._attempt(Job(task, rollout_idx, step, validation), attempt, deadline)
+                    episode = await self._attempt(job, session, attempt, deadline)
                 except EngineError:
                     if attempt == self.config.retries or not deadline.remaining():
                         raise
-                    continue
-                if episode.termination_reason not in RETRIED or not deadline.remaining():
-                    break
+                else:
+                    episode.metrics["retried_tokens"] = float(sampled)  # of the attempts before, which are dropped
+                    if episode.termination_reason not in RETRIED or not deadline.remaining():
+                        break
+                sampled += session.tree.num_sampled
             return episode
         finally:
             self.in_flight -= 1
 
-    async def _attempt(self, job: Job, attempt: int, deadline: Deadline) -> Episode:
+    async def _attempt(self, job: Job, session: Session, attempt: int, deadline: Deadline) -> Episode:
         began = time.monotonic()
-        session = self._open(job, attempt)
         try:
             episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline)
         finally:

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from minirllm import algorithms, batch, checkpoint, evaluate
+from minirllm.batch import Batch
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, UserError
+from minirllm.errors import CheckpointError, LedgerError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.log import RunLog
@@ -78,8 +79,8 @@ class _Run:
 
             episodes = await self.rollouts(step, tasks)  # agents talk to the endpoint; every call is captured
             generated = time.perf_counter()
-            # advantages, forests of tokens
-            learned = batch.build(episodes, config, self.trainer.algorithm, self.stack.policy.version)
+            # advantages, weights, forests of tokens
+            learned = await self.batch(step, episodes)
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
@@ -129,6 +130,17 @@ class _Run:
         finally:  # also when interrupted: what is finished is kept
             await asyncio.gather(*writes)
         return [finished[job.task.id, job.rollout_idx] for job in wanted]
+
+    async def batch(self, step: int, episodes: list[Episode]) -> Batch:
+        """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
+        try:
+            return batch.build(episodes, self.config, self.trainer.algorithm, self.stack.policy.version)
+        except LedgerError as error:
+            if step > 1:
+                await self.save(step - 1)
+            look = f"`minirllm show {self.store.folder.parent} --step {step} --episode {error.episode!r} --tokens`"
+            again = f"to sample the step again, delete its file in {self.store.folder} and --resume"
+            raise UserError(f"{error} Nothing was learned from step {step}: {look} shows it; {again}.") from error
 
     async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float]:
         """One rollout of every held-out task, under the same noise each time."""

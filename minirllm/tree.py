@@ -114,6 +114,11 @@ class TokenTree:
         """Tokens stored, each once."""
         return sum(len(node.tokens) for node in self.nodes)
 
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens stored, those of aborted samples too."""
+        return sum(len(node.tokens) for node in self.nodes if node.sampled)
+
     def children(self, node: int) -> list[int]:
         """Child indices; of ROOT, the roots."""
         return self.roots if node == ROOT else self.nodes[node].children

@@ -24,7 +24,7 @@ def episode(task, index, reward, answers=((7, 8),), prompt=None, names=None, ver
         node = tree.add(prompt or PROMPT, Completion(list(answer), [-0.5] * len(answer), "stop", version, 0.7), call)
         name = (names or ["default"] * len(answers))[n]
         trajectories.setdefault(name, Trajectory(name)).steps.append(
-            Step(id=call, node=node, finish_reason="stop", weight_version=version)
+            Step(call, node=node, prompt_length=len(prompt or PROMPT), response_length=len(answer), finish_reason="stop")
         )
     return Episode(
         id=f"{task}:{index}",
@@ -156,9 +156,9 @@ def test_a_role_without_signal_is_context_only():
 
 
 def test_a_call_of_two_trajectories_is_trained_once_and_aborted_ones_never():
-    first, second = episode("a", 0, 1.0, [(7, 8)]), episode("a", 1, 0.0, [(9,), (5, 5)])
+    first, second = episode("a", 0, 1.0, [(7, 8)]), episode("a", 1, 0.0, [(9,)])
     first.trajectories.append(Trajectory("other", steps=list(first.trajectories[0].steps)))
-    second.tree.nodes[second.trajectories[0].steps[1].node].aborted = True
+    second.tree.add(PROMPT, Completion([5, 5], [-0.5, -0.5], "abort", -1), "gone")
     batch = make([first, second])
     assert sorted(trained(batch, "token_T").tolist()) == [7, 8, 9]
     assert batch.metrics["trained_tokens"] == 3
@@ -212,10 +212,10 @@ def test_a_conversation_trains_its_first_turn_once():
     def talk(index, reward):
         tree = TokenTree()
         first = tree.add(PROMPT, Completion([7, 8], [-1.0, -2.0], "stop", 0), "one")
-        steps = [Step(id="one", node=first)]
+        steps = [Step("one", node=first, prompt_length=4, response_length=2)]
         for n, user in enumerate((30, 40)):  # two continuations of the first answer
             node = tree.add([*PROMPT, 7, 8, user], Completion([9 + n], [-3.0], "length", 0), f"two{n}", after=first)
-            steps.append(Step(id=f"two{n}", node=node, finish_reason="length"))
+            steps.append(Step(f"two{n}", node=node, prompt_length=7, response_length=1, finish_reason="length"))
         return Episode(
             id=f"a:{index}",
             task_id="a",
@@ -231,19 +231,114 @@ def test_a_conversation_trains_its_first_turn_once():
     assert batch.metrics["truncated"] == 4
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_the_ledger_names_the_token_without_a_finite_logprob(value):
-    broken = episode("a", 1, 0.0, [(7, 8, 9)])
-    broken.tree.nodes[broken.trajectories[0].steps[0].node].logprobs[1] = value
-    with pytest.raises(LedgerError, match=r"Episode a:1, call a-1-0, token at position 5: its logprob is"):
+def wrong_logprob(e, value=math.nan):
+    e.tree.nodes[e.trajectories[0].steps[0].node].logprobs[1] = value
+
+
+def missing_logprob(e):
+    e.tree.nodes[e.trajectories[0].steps[0].node].logprobs.pop()
+
+
+def other_call(e):
+    e.trajectories[0].steps[0].node = e.trajectories[0].steps[1].node
+
+
+def no_such_node(e):
+    e.trajectories[0].steps[0].node = 99
+
+
+def cut_off(e):
+    e.tree.nodes[e.trajectories[0].steps[0].node].aborted = True
+
+
+def sampled_twice(e):
+    e.tree.add(PROMPT, Completion([1, 1], [-1.0, -1.0], "stop", 0), "a-1-0")
+
+
+def longer_record(e):
+    e.trajectories[0].steps[0].response_length += 1
+
+
+def shorter_record(e):
+    e.trajectories[0].steps[0].response_length -= 1
+
+
+def other_prompt(e):
+    e.trajectories[0].steps[0].prompt_length = 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "position", "why"),
+    [
+        (wrong_logprob, 5, "its logprob is nan, expected a finite number"),
+        (missing_logprob, 6, "it has no logprob"),
+        (other_call, 4, "the record of its call and the tree disagree on what was sampled"),
+        (no_such_node, 4, "the record of its call and the tree disagree on what was sampled"),
+        (cut_off, 4, "the record of its call and the tree disagree on what was sampled"),
+        (sampled_twice, 4, "the record of its call and the tree disagree on what was sampled"),
+        (longer_record, 7, "its call is on record with 4 sampled tokens, not 3"),
+        (shorter_record, 6, "its call is on record with 2 sampled tokens, not 3"),
+        (other_prompt, 4, "its call is on record with a prompt of 3 tokens, not 4"),
+    ],
+)
+def test_the_ledger_names_a_token_that_it_cannot_trace(damage, position, why):
+    broken = episode("a", 1, 0.0, [(7, 8, 9), (5,)])
+    make([episode("a", 0, 1.0), broken])
+    damage(broken)
+    with pytest.raises(LedgerError) as caught:
         make([episode("a", 0, 1.0), broken])
+    assert str(caught.value) == f"Episode a:1, call a-1-0, token at position {position}: {why}."
+    assert (caught.value.episode, caught.value.call, caught.value.position) == ("a:1", "a-1-0", position)
 
 
 def test_the_ledger_refuses_tokens_of_other_weights():
-    with pytest.raises(
-        LedgerError, match=r"Episode a:1, call a-1-0: sampled by weights of version 3, but the policy is at version 4"
-    ):
+    why = "token at position 4: it was sampled by weights of version 3, but the policy is at version 4"
+    with pytest.raises(LedgerError, match=f"Episode a:1, call a-1-0, {why}"):
         make([episode("a", 0, 1.0, version=4), episode("a", 1, 0.0, version=3)], version=4)
+
+
+def test_every_sampled_token_is_trained_or_discarded_for_a_reason():
+    best, worst = episode("a", 0, 1.0, [(7, 8), (9, 9, 9)]), episode("a", 1, 0.0, [(9,)], metrics={"retried_tokens": 50})
+    del best.trajectories[0].steps[1]  # nobody claims it
+    worst.tree.add(PROMPT, Completion([5] * 4, [-0.5] * 4, "abort", -1), "a-1-0")  # cut off, then asked again
+    ungraded = episode("a", 2, None, [(7,) * 5])
+    easy = [episode("b", i, 1.0, [(6,) * 3]) for i in range(2)]
+    batch = make([best, worst, ungraded, *easy])
+    found = {name: value for name, value in batch.metrics.items() if name.startswith("discarded") or "_tokens" in name}
+    assert found == {
+        "sampled_tokens": 2 + 3 + 1 + 4 + 5 + 6 + 50,
+        "trained_tokens": 2 + 1,
+        "discarded_tokens": 68,
+        "discarded/unclaimed": 3,
+        "discarded/aborted": 4,
+        "discarded/ungraded": 5,
+        "discarded/no_signal": 6,
+        "discarded/retried": 50,
+        "context_tokens": 4,
+        "drift_tokens": 0,
+    }
+    fates = [batch.fate(worst, node) for node in worst.tree.nodes if node.sampled]
+    assert fates == ["trained", "aborted"]
+    member = batch.members["a:0", "a-0-0"]
+    assert (member.reward, member.advantage, member.weight) == (1.0, 0.5, 1 / 3)
+
+
+def test_tokens_that_a_continuation_reads_otherwise_are_drift():
+    def talk(index, *second):
+        tree = TokenTree()
+        first = tree.add(PROMPT, Completion([7, 8, 9], [-1.0] * 3, "stop", 0), "one")
+        last = tree.add(second, Completion([5], [-1.0], "stop", 0), "two", after=first)
+        steps = [
+            Step("one", node=first, prompt_length=4, response_length=3),
+            Step("two", node=last, parent="one", prompt_length=len(second), response_length=1),
+        ]
+        return Episode(f"a:{index}", task_id="a", rollout_idx=index, reward=float(index), tree=tree,
+                       trajectories=[Trajectory(steps=steps)])  # fmt: skip
+
+    kept, rewritten = talk(0, *PROMPT, 7, 8, 9, 2), talk(1, *PROMPT, 7, 6, 9, 2)
+    assert make([kept, talk(1, *PROMPT, 7, 8, 9, 3)]).metrics["drift_tokens"] == 0
+    assert make([kept, rewritten]).metrics["drift_tokens"] == 2  # 8 and 9, behind the 7 that both read
+    assert make([kept, talk(1, 1, 2, 6)]).metrics["drift_tokens"] == 5
 
 
 def test_counts_of_malformed_tool_calls_and_signals():

@@ -46,7 +46,7 @@ def batch(policy, step):
     for index in range(3):
         tree, answer = TokenTree(), rng.integers(0, 256, 5).tolist()
         node = tree.add([1, 2, 3], Completion(answer, [-5.0] * 5, "stop", policy.version), f"c{index}")
-        trajectory = Trajectory(steps=[Step(id=f"c{index}", node=node)])
+        trajectory = Trajectory(steps=[Step(f"c{index}", node=node, prompt_length=3, response_length=5)])
         episodes.append(
             Episode(
                 id=f"t:{index}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import pytest
 from minirllm import AgentTrainer, Config, Episode, EvalOutput, Signal, Task, evaluator, flow, rollout, train
 from minirllm.client import chat
 from minirllm.config import read_toml
-from minirllm.errors import ConfigError, TaskError
+from minirllm.errors import ConfigError, TaskError, UserError
 from minirllm.log import read_metrics
 from minirllm.store import EpisodeStore
 
@@ -221,6 +222,39 @@ def test_the_best_step_has_a_checkpoint_and_a_resumed_run_keeps_its_date(tmp_pat
         trainer.train(quiet=True, resume=more["steps"] == 3)
     assert sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir()) == [f"step_00000{n}" for n in (1, 2, 3)]
     assert read_toml(tmp_path / "r/config.toml")["date"] == "2020-01-02"
+
+
+def test_a_token_of_unknown_origin_ends_the_run_and_nothing_earned_is_lost(tmp_path: Path) -> None:
+    forge = True
+
+    async def grade(task: Task, episode: Episode) -> float:
+        if forge and (episode.metadata["step"], episode.rollout_idx) == (3, 1):
+            episode.trajectories[0].steps[0].response_length += 1  # a grader that meddles with the record
+        return episode.rollout_idx % 2
+
+    def go(run: str, **more: Any) -> dict[str, Any]:
+        options = {"model": "tiny", "steps": 4, "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_tasks": 0}
+        tasks = [Task("a", "Say a")]
+        return AgentTrainer(sync_agent, grade, {**options, "runs_dir": str(tmp_path), "run": run}, tasks).train(
+            quiet=True, **more
+        )
+
+    with pytest.raises(UserError) as caught:
+        go("r")
+    call = EpisodeStore(tmp_path / "r/episodes").finished(3)["a", 1].trajectories[0].steps[0]
+    at = call.prompt_length + call.response_length - 1
+    where = f"Episode a:1, call {call.id}, token at position {at}"
+    assert str(caught.value) == (
+        f"{where}: its call is on record with {call.response_length} sampled tokens, not {call.response_length - 1}. "
+        f"Nothing was learned from step 3: `minirllm show {tmp_path}/r --step 3 --episode 'a:1' --tokens` shows it; to "
+        f"sample the step again, delete its file in {tmp_path}/r/episodes and --resume."
+    )
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step_000002"]  # save_every is 10
+    with pytest.raises(UserError, match=re.escape(where)):
+        go("r", resume=True)
+    forge = False
+    (tmp_path / "r/episodes/step_00003.jsonl").unlink()
+    assert go("r", resume=True)["weights_sha256"] == go("clean")["weights_sha256"]
 
 
 @rollout

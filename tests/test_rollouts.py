@@ -174,6 +174,7 @@ async def test_an_error_is_tried_again_with_another_session_key_and_seed(place: 
 
     episode = await place.run(flaky, retries=2)
     assert (episode.reward, episode.attempt) == (1.0, 2)
+    assert episode.metrics["retried_tokens"] == 2 * 6  # sampled, and in no tree
     assert len({c.base_url for c in seen}) == len({c.api_key for c in seen}) == 3
     assert len({seed for _, _, seed in place.engine.calls}) == 3
     seen.clear()
