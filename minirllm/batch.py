@@ -222,8 +222,9 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
 
 def _chain(tree: TokenTree, step: Step) -> list[int]:
     """The nodes that hold what this call sampled, as its record has it."""
-    within = step.node is not None and 0 <= step.node < len(tree.nodes) and tree.nodes[step.node].call_id == step.id
-    return tree.completion_nodes(step.node) if within else []
+    if step.node is None or not 0 <= step.node < len(tree.nodes) or tree.nodes[step.node].call_id != step.id:
+        return []
+    return tree.completion_nodes(step.node)
 
 
 def _check(owner: dict[str, Member], trained: Spans, version: int) -> None:
@@ -238,7 +239,7 @@ def _untraceable(tree: TokenTree, step: Step, nodes: list[int], version: int) ->
     """(position, what is wrong) of the first token in `nodes` that this call's record does not explain."""
     chain, used = _chain(tree, step), step.prompt_length
     for index in sorted(set(chain) ^ set(nodes)):
-        return len(tree.ids(tree.nodes[index].parent)), "the record of its call and the tree disagree on what was sampled"
+        return len(tree.ids(tree.nodes[index].parent)), "the record of its call and the tree disagree on who sampled it"
     start = len(tree.prompt_ids(chain[-1])) if chain else step.prompt_length
     if start != step.prompt_length:
         return start, f"its call is on record with a prompt of {step.prompt_length} tokens, not {start}"

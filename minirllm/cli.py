@@ -197,10 +197,13 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
 @click.option(
     "--episodes", type=click.IntRange(0), default=1, show_default=True, help="How many best and how many worst."
 )
+@click.option("--episode", metavar="ID", help="One episode by its id, task:rollout.  [default: the best and the worst]")
+@click.option("--tokens", is_flag=True, help="Token by token: logprobs, what was trained, what was not, and why.")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
-def show(run: str, step: int | None, episodes: int, runs_dir: str) -> None:
+def show(run: str, step: int | None, episodes: int, episode: str | None, tokens: bool, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
-    _module("tools.show").show(_run(run, runs_dir), step=step, episodes=episodes)
+    page = _module("tools.ledger" if tokens else "tools.show")
+    page.show(_run(run, runs_dir), step=step, episodes=episodes, episode=episode)
 
 
 @cli.command()

@@ -24,7 +24,7 @@ def episode(task, index, reward, answers=((7, 8),), prompt=None, names=None, ver
         node = tree.add(prompt or PROMPT, Completion(list(answer), [-0.5] * len(answer), "stop", version, 0.7), call)
         name = (names or ["default"] * len(answers))[n]
         trajectories.setdefault(name, Trajectory(name)).steps.append(
-            Step(call, node=node, prompt_length=len(prompt or PROMPT), response_length=len(answer), finish_reason="stop")
+            Step(call, node=node, prompt_length=len(prompt or PROMPT), response_length=len(answer))
         )
     return Episode(
         id=f"{task}:{index}",
@@ -272,10 +272,10 @@ def other_prompt(e):
     [
         (wrong_logprob, 5, "its logprob is nan, expected a finite number"),
         (missing_logprob, 6, "it has no logprob"),
-        (other_call, 4, "the record of its call and the tree disagree on what was sampled"),
-        (no_such_node, 4, "the record of its call and the tree disagree on what was sampled"),
-        (cut_off, 4, "the record of its call and the tree disagree on what was sampled"),
-        (sampled_twice, 4, "the record of its call and the tree disagree on what was sampled"),
+        (other_call, 4, "the record of its call and the tree disagree on who sampled it"),
+        (no_such_node, 4, "the record of its call and the tree disagree on who sampled it"),
+        (cut_off, 4, "the record of its call and the tree disagree on who sampled it"),
+        (sampled_twice, 4, "the record of its call and the tree disagree on who sampled it"),
         (longer_record, 7, "its call is on record with 4 sampled tokens, not 3"),
         (shorter_record, 6, "its call is on record with 2 sampled tokens, not 3"),
         (other_prompt, 4, "its call is on record with a prompt of 3 tokens, not 4"),
@@ -298,7 +298,8 @@ def test_the_ledger_refuses_tokens_of_other_weights():
 
 
 def test_every_sampled_token_is_trained_or_discarded_for_a_reason():
-    best, worst = episode("a", 0, 1.0, [(7, 8), (9, 9, 9)]), episode("a", 1, 0.0, [(9,)], metrics={"retried_tokens": 50})
+    best = episode("a", 0, 1.0, [(7, 8), (9, 9, 9)])
+    worst = episode("a", 1, 0.0, [(9,)], metrics={"retried_tokens": 50})
     del best.trajectories[0].steps[1]  # nobody claims it
     worst.tree.add(PROMPT, Completion([5] * 4, [-0.5] * 4, "abort", -1), "a-1-0")  # cut off, then asked again
     ungraded = episode("a", 2, None, [(7,) * 5])

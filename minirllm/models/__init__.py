@@ -58,6 +58,12 @@ def load(
     return LoadedModel(model, tokenizer, source.name, source.path, source.revision)
 
 
+def load_tokenizer(name: str) -> Any:
+    """The model's tokenizer alone. Raises ModelError."""
+    source = resolve(name)
+    return tiny.build_tokenizer() if source.path is None else folder.load_tokenizer(source.path, source.name)
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Loading must not leave a pool of OpenMP threads behind: with more of them than processors libgomp lets the

@@ -42,6 +42,14 @@ def load(path: Path, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def load_tokenizer(path: Path, name: str) -> Any:
+    """The tokenizer alone. Raises ModelError."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except UNUSABLE as error:
+        raise ModelError(f"Cannot load the tokenizer of model {name}: {first_line(error)}.") from error
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's text, without its full stop; its type when it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from minirllm.config import nearest
 from minirllm.errors import UserError
 from minirllm.log import MANIFEST, METRICS, read_json, read_metrics
 from minirllm.store import EpisodeStore
@@ -46,24 +47,50 @@ class Picked(NamedTuple):
     shown: list[tuple[str, Episode]]
 
 
-def show(folder: Path, *, step: int | None = None, episodes: int = 1, console: Console | None = None) -> None:
-    """Print a run. `step` is whose conversations (default: the last with any), `episodes` how many best and worst."""
+def show(
+    folder: Path,
+    *,
+    step: int | None = None,
+    episodes: int = 1,
+    episode: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print a run; of one `episode`, given by its id, its conversation only. See `choose` for the other options."""
     console = page(console)
     rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
-    picked = pick(folder, rows, step, episodes)
+    picked = choose(folder, rows, step, episodes, episode)
     write(console, _title(folder, manifest, rows))
-    if curve := plot(rows, console.width - 12):
+    if episode is None and (curve := plot(rows, console.width - 12)):
         write(console, "\n" + curve)
-    if rows:
+    if episode is None and rows:
         console.print()
         console.print(table(rows))
     if picked is not None:
         write(console, f"\nConversations of step {picked.step}: {picked.counts}")
-        for word, episode in picked.shown:
-            write(console, "\n" + heading(word, episode), "bold")
-            for who, text in transcript(episode):
+        for word, one in picked.shown:
+            write(console, "\n" + heading(word, one), "bold")
+            for who, text in transcript(one):
                 write(console, f"{who}: {text}")
+
+
+def choose(
+    folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int, episode: str | None
+) -> Picked | None:
+    """The episode with this id, of this step or the last finished one that has it; without an id what `pick` picks."""
+    if episode is None:
+        return pick(folder, rows, step, count)
+    store, known = EpisodeStore(folder / "episodes"), list[str]()
+    finished = {row["step"] for row in rows}
+    steps = sorted(store.steps(), key=lambda number: (number in finished, number), reverse=True)
+    for number in steps if step is None else [step]:
+        found = {one.id: one for one in store.finished(number).values()}
+        if episode in found:
+            return Picked(number, f"{len(found)} episodes", [("episode", found[episode])])
+        known = known or list(found)
+    where = f"{folder} has no episode {episode!r}" + ("" if step is None else f" of step {step}")
+    listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+    raise UserError(f"{where}{nearest(episode, known)}: " + (f"it has {listed}." if known else "there are none."))
 
 
 def pick(folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int) -> Picked | None:
