@@ -11,7 +11,8 @@ their own, some of which are killed on the way. Whatever they do:
 - leaked:  afterwards no slot is taken, no task, session, request or exchange is alive, and no descriptor is open that
            was not before.
 - memory:  resident memory grows by no more than `GROWTH` from the first fifth of the time to its end.
-- free:    the event loop's own delay (p99) and the latency of ``/health`` (p99, in a client) are reported.
+- free:    the event loop's own delay (p99) and the latency of ``/health`` (p99, in a client) are reported, beside how
+           long the loop's thread waited for a processor: on a busy machine that is most of both.
 Exits with 1 when one of the promises is broken.
 """
 
@@ -134,6 +135,12 @@ def usage(stack: Stack) -> dict[str, Any]:
     }
 
 
+def scheduled() -> dict[str, float]:
+    """Seconds that this thread, the loop's, has run, and has waited for a processor."""
+    ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return {"ran": int(ran) / 1e9, "waited": int(waited) / 1e9}
+
+
 def alive() -> dict[str, int]:
     """Objects that belong to a session or a call."""
     gc.collect()
@@ -206,13 +213,14 @@ async def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with serving(config, admin_key=ADMIN) as stack:
         with books_path.open("w") as out:
             books, clients = Books(stack, out), Clients(stack, options, folder)
-            before, alive_before = usage(stack), alive()
+            before, alive_before, scheduled_before = usage(stack), alive(), scheduled()
             watching = (watch_usage(stack, options.seconds, rows), loop.watch())
             watchers = [asyncio.create_task(watch) for watch in watching]
             await clients.run()
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            loop_thread = {name: round(now - scheduled_before[name], 1) for name, now in scheduled().items()}
             await quiet(stack, before["tasks"])
         engine: Any = stack.engine
         after, alive_after = usage(stack), alive()
@@ -232,6 +240,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "asked_again": len(books.kept), "asked_again_different": different,
         "slots_taken_after": taken, "alive_before": alive_before, "alive_after": alive_after,
         "before": before, "each_minute": rows, "after": after,
+        "load_average": os.getloadavg(), "loop_thread_seconds": loop_thread,
         "loop_delay_ms": {"p50": loop.percentile(0.5), "p99": loop.percentile(0.99), "max": loop.percentile(1.0)},
         "health_ms": {"p50": health_ms[len(health_ms) // 2], "p99": health_ms[int(len(health_ms) * 0.99)]},
     }  # fmt: skip
