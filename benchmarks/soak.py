@@ -170,6 +170,7 @@ class Clients:
             for session in self.stack.sessions:
                 if session.id.startswith(f"{name}-"):
                     self.stack.sessions.close(session.id)
+                    await asyncio.sleep(0)
 
     async def run(self) -> None:
         count = self.options.processes

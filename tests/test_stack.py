@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from pathlib import Path
 
@@ -36,6 +37,13 @@ async def test_open_serving_samples_anew_unless_a_seed_is_given() -> None:
         assert len(set(seeded)) == 1
         assert (await ask(stack.base_url, "wrong")).status_code == 401
         assert list(stack.sessions) == []
+
+
+async def test_the_collector_leaves_alone_what_start_up_made() -> None:
+    async with serving(TINY):
+        assert gc.get_freeze_count() > 100_000
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+    assert gc.get_freeze_count() == 0
 
 
 async def test_without_a_key_nothing_is_served_outside_sessions() -> None:
