@@ -75,7 +75,8 @@ async def training(stack: Stack, config: Config) -> None:
         for index in range(8):
             tree = TokenTree()
             sample = Completion(rng.integers(1000, 40000, 64).tolist(), [-5.0] * 64, "length", stack.policy.version)
-            steps = [Step(id=str(index), node=tree.add(prompt, sample, str(index)))]
+            node = tree.add(prompt, sample, str(index))
+            steps = [Step(id=str(index), node=node, prompt_length=len(prompt), response_length=64)]
             graded = {"task_id": "t", "rollout_idx": index, "reward": float(index % 2), "tree": tree}
             episodes.append(Episode(**graded, trajectories=[Trajectory(steps=steps)]))
         await trainer.update(batch.build(episodes, config, algorithm, stack.policy.version))

@@ -51,7 +51,7 @@ def group(policy: Policy, size: int, prompt: int, answer: int) -> list[Episode]:
             logprobs = rows_AV.gather(1, token_L[prompt:, None])[:, 0] + (0.5 if index % 2 else 0.0)
         tree = TokenTree()
         node = tree.add(prompt_ids, Completion(ids, logprobs.tolist(), "length", policy.version), str(index))
-        steps = [Step(id=str(index), node=node)]
+        steps = [Step(id=str(index), node=node, prompt_length=prompt, response_length=answer)]
         episodes.append(
             Episode(
                 id=f"task:{index}",

@@ -66,7 +66,8 @@ def sampled_group(policy, rewards, turns=2, off=0.0, task="a", seed=3):
             node = tree.add(
                 ids, Completion(answer, logprobs, "stop", policy.version, TEMPERATURE), f"{index}.{turn}", after=node
             )
-            steps.append(Step(id=f"{index}.{turn}", node=node))
+            lengths = {"prompt_length": len(ids), "response_length": len(answer)}
+            steps.append(Step(id=f"{index}.{turn}", node=node, **lengths))
             ids = [*ids, *answer, 10, 11 + turn]
         episodes.append(
             Episode(
@@ -143,7 +144,7 @@ def test_loss_and_gradient_equal_one_sequence_at_a_time(make_policy, rank, off):
         assert all(value.abs().max() > 0 for value in found.values())
 
 
-@pytest.mark.parametrize("determinism", ["auto", "fixed"])
+@pytest.mark.parametrize("determinism", ["auto", "fixed", "off"])
 def test_two_threads_add_up_a_gradient_in_the_same_order_each_time(make_policy, determinism):
     """The first tokens of all rollouts have one parent: torch adds their gradients by atomics, in any order."""
     policy = make_policy(lora_rank=4, threads=2, determinism=determinism)
@@ -152,7 +153,8 @@ def test_two_threads_add_up_a_gradient_in_the_same_order_each_time(make_policy, 
     for index in range(24):  # 960 tokens x 64 numbers: enough for torch to use both threads
         tree, answer = TokenTree(), rng.integers(0, 256, 40).tolist()
         sample = Completion(answer, [-5.0] * len(answer), "length", policy.version, TEMPERATURE)
-        steps = [Step(id=str(index), node=tree.add(prompt, sample, str(index)))]
+        node = tree.add(prompt, sample, str(index))
+        steps = [Step(id=str(index), node=node, prompt_length=len(prompt), response_length=len(answer))]
         graded = {"task_id": "t", "rollout_idx": index, "reward": float(index % 3), "tree": tree}
         episodes.append(Episode(**graded, trajectories=[Trajectory(steps=steps)]))
     batch = build(episodes, Config(micro_batch_tokens=4096), create("grpo"), policy.version)
