@@ -56,11 +56,11 @@ class EvalResult:
         """Plain values, without the episodes."""
         return {name: value for name, value in vars(self).items() if name != "episodes"}
 
-    def metrics(self) -> dict[str, float]:
-        """The figures a training run puts into its metrics row. NaN where nothing could be graded."""
-        low, high = self.reward_interval or (math.nan, math.nan)
+    def metrics(self) -> dict[str, float | None]:
+        """The figures a training run puts into its metrics row. None where nothing could be graded."""
+        low, high = self.reward_interval or (None, None)
         return {
-            "eval_reward": math.nan if self.reward_mean is None else self.reward_mean,
+            "eval_reward": self.reward_mean,
             "eval_low": low,
             "eval_high": high,
             "eval_pass": self.pass_at[1],
@@ -91,15 +91,17 @@ async def evaluate(
     tasks: Sequence[Task],
     n: int = 1,
     *,
+    step: int = 0,
     folder: Path | None = None,
-    on_done: Callable[[Episode], None] | None = None,
+    on_done: Callable[[Episode], None] = lambda _: None,
 ) -> EvalResult:
-    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` and ``summary.json`` there."""
+    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` and ``summary.json`` there.
+    `step` is how far training was: it names the episodes, and changes nothing about them."""
     if n < 1 or not tasks:
         raise UserError(
             f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts."
         )
-    jobs = [Job(task, index, validation=True) for task in tasks for index in range(n)]
+    jobs = [Job(task, index, step, validation=True) for task in tasks for index in range(n)]
     episodes = await runner.run_many(jobs, on_done)
     result = summarise(episodes, n, runner.config.seed)
     if folder is not None:

@@ -197,6 +197,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
         interval = f"[{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]"
         parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} {interval}")
         parts += _counts(row, {"eval_without_reward": "held-out without reward"})
+    elif _count(row, "eval_without_reward"):
+        parts.append(f"held-out: none of {_count(row, 'eval_without_reward')} could be graded")
     if row.get("groups") is not None:
         counts = [
             f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups",
@@ -207,8 +209,9 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     parts += _ledger(row, level)
     shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]
-    if row.get("tokens_generated") and row.get("seconds_generate"):
-        parts.append(f"{row['tokens_generated'] / row['seconds_generate']:.0f} tok/s")
+    tokens = _count(row, "tokens_generated") - _count(row, "tokens_kept")  # those now, in these seconds
+    if tokens > 0 and row.get("seconds_generate"):
+        parts.append(f"{tokens / row['seconds_generate']:.0f} tok/s")
     seconds = (("seconds_generate", "generate"), ("seconds_train", "train"), ("seconds_eval", "evaluate"))
     parts += [f"{text} {row[name]:.1f} s" for name, text in seconds if row.get(name)]
     if level:

@@ -48,6 +48,7 @@ REFUSED = {  # codes of the errors by which the endpoint stops an agent: it has 
     "context_length_exceeded": TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
     "insufficient_quota": TerminationReason.MAX_TURNS_EXCEEDED,
 }
+OnEpisode = Callable[[Episode], None]
 PATIENCE = 5.0  # seconds that user code may block the event loop before it is named
 GRACE = 1.0  # seconds a cancelled agent has to clean up before it is left behind
 
@@ -59,6 +60,13 @@ class Job(NamedTuple):
     rollout_idx: int = 0
     step: int = 0
     validation: bool = False
+    attempt: int = 0  # the first one to make: those before it have failed
+    dropped: int = 0  # tokens that failed attempts had sampled
+
+    def after(self, failed: Episode) -> Job:
+        """The same with the next attempt."""
+        tokens = int(failed.metrics["retried_tokens"]) + failed.tree.num_sampled
+        return self._replace(attempt=failed.attempt + 1, dropped=tokens)
 
 
 class Deadline:
@@ -88,14 +96,16 @@ class Runner:
         if self.graders is not None:
             await self.graders.close()
 
-    async def run_many(self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None) -> list[Episode]:
-        """The episodes in the order of `jobs`; `on_done` is called as each ends. An error it raises ends the rest."""
+    async def run_many(
+        self, jobs: Sequence[Job], on_done: OnEpisode = lambda _: None, on_retry: OnEpisode = lambda _: None
+    ) -> list[Episode]:
+        """The episodes in the order of `jobs`; `on_done` is called as each ends, `on_retry` with each failed attempt
+        that another one follows. An error they raise ends the rest."""
 
         async def one(job: Job) -> Episode:
             async with self.slots:
-                episode = await self.run(job.task, job.rollout_idx, job.step, validation=job.validation)
-            if on_done is not None:
-                on_done(episode)
+                episode = await self.run(job, on_retry)
+            on_done(episode)
             return episode
 
         tasks = [asyncio.ensure_future(one(job)) for job in jobs]
@@ -109,29 +119,33 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, task: Task, rollout_idx: int = 0, step: int = 0, *, validation: bool = False) -> Episode:
-        """One graded episode: what fails is in `termination_reason` and `reason`. Raises EngineError when the engine
-        fails in the last attempt too: that is nothing which the agent did."""
-        deadline, job, sampled = Deadline(self.config.episode_timeout), Job(task, rollout_idx, step, validation), 0
+    async def run(self, job: Job, on_retry: OnEpisode = lambda _: None) -> Episode:
+        """One graded episode: what fails is in `termination_reason` and `reason`. An engine that fails is nothing which
+        the agent did: the same attempt is made again, with the same seeds. Raises EngineError when it keeps failing."""
+        deadline, failures = Deadline(self.config.episode_timeout), 0
         self.in_flight += 1
         try:
-            for attempt in range(self.config.retries + 1):
-                session = self._open(job, attempt)
+            while True:
+                session = self._open(job, failures)
                 try:
-                    episode = await self._attempt(job, session, attempt, deadline)
+                    episode = await self._attempt(job, session, deadline)
                 except EngineError:
-                    if attempt == self.config.retries or not deadline.remaining():
+                    failures += 1
+                    if failures > self.config.retries or not deadline.remaining():
                         raise
-                else:
-                    episode.metrics["retried_tokens"] = float(sampled)  # of the attempts before, which are dropped
-                    if episode.termination_reason not in RETRIED or not deadline.remaining():
-                        break
-                sampled += session.tree.num_sampled
-            return episode
+                    job = job._replace(dropped=job.dropped + session.tree.num_sampled)
+                    continue
+                episode.metrics["retried_tokens"] = float(job.dropped)
+                over = job.attempt >= self.config.retries or not deadline.remaining()
+                if over or episode.termination_reason not in RETRIED:
+                    return episode
+                episode.retried = True
+                on_retry(episode)
+                job = job.after(episode)
         finally:
             self.in_flight -= 1
 
-    async def _attempt(self, job: Job, session: Session, attempt: int, deadline: Deadline) -> Episode:
+    async def _attempt(self, job: Job, session: Session, deadline: Deadline) -> Episode:
         began = time.monotonic()
         try:
             episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline)
@@ -139,7 +153,7 @@ class Runner:
             self.sessions.close(session.id)  # late calls, of a thread left behind say, are refused
         if session.failure is not None:
             raise session.failure
-        _identify(episode, job, attempt, session)
+        _identify(episode, job, session)
         if episode.termination_reason in FAILED or not session.steps:
             episode.trajectories[0].steps = list(session.steps)  # what it had done can be read
         elif problem := _join(episode, session):
@@ -153,15 +167,15 @@ class Runner:
         _measure(episode, session, time.monotonic() - began)
         return episode
 
-    def _open(self, job: Job, attempt: int) -> Session:
-        """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step.
-
-        Evaluations before and after an update share their noise, so that their difference is not noise.
-        """
+    def _open(self, job: Job, failures: int) -> Session:
+        """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step:
+        evaluations before and after an update share their noise, so that their difference is not noise. Its id is new
+        (`failures` of the engine came before in this attempt), so that late calls to another are refused."""
         split, config = "eval" if job.validation else "train", self.config
+        which, step = f"{job.attempt}.{failures}" if failures else str(job.attempt), 0 if job.validation else job.step
         return self.sessions.create(
-            f"{split}{job.step}:{_slug(job.task.id)}:{job.rollout_idx}:{attempt}",
-            seed_parts=(config.seed, split, 0 if job.validation else job.step, job.task.id, job.rollout_idx, attempt),
+            f"{split}{job.step}:{_slug(job.task.id)}:{job.rollout_idx}:{which}",
+            seed_parts=(config.seed, split, step, job.task.id, job.rollout_idx, job.attempt),
             enforced=None if job.validation else SamplingParams(temperature=config.temperature),
             default_temperature=config.eval_temperature,
         )
@@ -199,11 +213,8 @@ class Runner:
             output = await self._verdict(task, episode, deadline)
             rewards = trajectory_rewards(episode)  # the evaluator may have set them
         except GradingError as error:
-            timed_out = isinstance(error, GradingTimeout)
-            episode.termination_reason = (
-                TerminationReason.GRADING_TIMEOUT if timed_out else TerminationReason.GRADING_ERROR
-            )
-            episode.reason = str(error)
+            kind = "GRADING_TIMEOUT" if isinstance(error, GradingTimeout) else "GRADING_ERROR"
+            episode.termination_reason, episode.reason = TerminationReason[kind], str(error)
             return
         episode.reward, episode.is_correct = output.reward, output.is_correct and output.reward is not None
         episode.signals |= {signal.name: signal.value for signal in output.signals}
@@ -332,10 +343,9 @@ def _failed(why: TerminationReason, reason: str) -> Episode:
     return Episode(trajectories=[Trajectory()], termination_reason=why, reason=reason)
 
 
-def _identify(episode: Episode, job: Job, attempt: int, session: Session) -> None:
-    episode.id = f"{job.task.id}:{job.rollout_idx}"
-    episode.task, episode.task_id = job.task, job.task.id
-    episode.rollout_idx, episode.attempt, episode.session_id = job.rollout_idx, attempt, session.id
+def _identify(episode: Episode, job: Job, session: Session) -> None:
+    episode.id, episode.task, episode.task_id = f"{job.task.id}:{job.rollout_idx}", job.task, job.task.id
+    episode.rollout_idx, episode.attempt, episode.session_id = job.rollout_idx, job.attempt, session.id
     episode.reward, episode.is_correct = None, False  # an evaluator's to say
     episode.metadata |= {"step": job.step, "validation": job.validation, "seed": list(session.seed_parts)}
 
@@ -381,11 +391,10 @@ def _fill(label: Step, call: Step) -> Step:
 
 
 def _measure(episode: Episode, session: Session, seconds: float) -> None:
-    steps = session.steps
     episode.metrics |= {
-        "turns": float(len(steps)),
-        "prompt_tokens": float(sum(step.prompt_length for step in steps)),
-        "response_tokens": float(sum(step.response_length for step in steps)),
+        "turns": float(len(session.steps)),
+        "prompt_tokens": float(sum(step.prompt_length for step in session.steps)),
+        "response_tokens": float(sum(step.response_length for step in session.steps)),
         "seconds": seconds,
         **{name: float(count) for name, count in session.counters.items()},
     }

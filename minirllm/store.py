@@ -62,10 +62,12 @@ class EpisodeStore:
             raise CheckpointError(f"Cannot write {path}: {error.strerror}. Free some space and resume.") from error
 
     def finished(self, step: int) -> dict[tuple[str, int], Episode]:
-        """The step's episodes by (task id, rollout index); of two equal ones the last. Empty when there is no file.
+        """The step's episodes by (task id, rollout index); of two equal ones the last. Without attempts that were to be
+        made again. Empty when there is no file. Raises CheckpointError for a damaged line that is not the last."""
+        return {key: episode for key, episode in self.attempts(step).items() if not episode.retried}
 
-        Raises CheckpointError for a damaged line that is not the last.
-        """
+    def attempts(self, step: int) -> dict[tuple[str, int], Episode]:
+        """The same with failed attempts, where the process ended before another one did."""
         path = self._path(step)
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         found = {}

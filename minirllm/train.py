@@ -77,7 +77,8 @@ class _Run:
         for step in range(done + 1, config.steps + 1):
             began = time.perf_counter()
 
-            episodes = await self.rollouts(step, tasks)  # agents talk to the endpoint; every call is captured
+            # agents talk to the endpoint; every call is captured
+            episodes, tokens_kept = await self.rollouts(step, tasks)
             generated = time.perf_counter()
             # advantages, weights, forests of tokens
             learned = await self.batch(step, episodes)
@@ -89,7 +90,8 @@ class _Run:
                 "step": step,
                 **learned.metrics,
                 **metrics,
-                "tokens_generated": sum(e.metrics.get("response_tokens", 0.0) for e in episodes),
+                "tokens_generated": _tokens(episodes),
+                "tokens_kept": tokens_kept,
                 "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
                 "seconds_generate": generated - began,
                 "weight_version": self.stack.policy.version,
@@ -107,29 +109,39 @@ class _Run:
                 await self.save(step)
         return row
 
-    async def rollouts(self, step: int, tasks: list[Task]) -> list[Episode]:
-        """`group_size` episodes of each of the step's tasks, in task order; what a killed run had finished is kept."""
+    async def rollouts(self, step: int, tasks: list[Task]) -> tuple[list[Episode], float]:
+        """`group_size` episodes of each of the step's tasks, in task order. What a killed run had finished is kept, and
+        its failed attempts count: the second value is how many tokens those episodes have that were kept."""
         scheduled = schedule(tasks, self.config, step)
         wanted = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
-        finished = await asyncio.to_thread(self.store.finished, step)
-        missing = [job for job in wanted if (job.task.id, job.rollout_idx) not in finished]
+        attempts = await asyncio.to_thread(self.store.attempts, step)
+        finished = {key: episode for key, episode in attempts.items() if not episode.retried}
+        missing = [
+            job.after(attempts[key]) if key in attempts else job
+            for job in wanted
+            if (key := (job.task.id, job.rollout_idx)) not in finished
+        ]
+        kept = _tokens(finished.values())
         writes, one_at_a_time = [], asyncio.Lock()
 
         async def write(episode: Episode) -> None:
             async with one_at_a_time:
                 await asyncio.to_thread(self.store.append, step, episode)
 
-        def keep(episode: Episode) -> None:
-            finished[episode.task_id, episode.rollout_idx] = episode
+        def save(episode: Episode) -> None:
             writes.append(asyncio.ensure_future(write(episode)))
-            self.progress(f"step {step}", len(finished), len(wanted), finished.values())
 
-        self.progress(f"step {step}", len(finished), len(wanted), finished.values())
+        def done(episode: Episode) -> None:
+            finished[episode.task_id, episode.rollout_idx] = episode
+            save(episode)
+            self.progress(f"step {step}", len(finished), len(wanted), _tokens(finished.values()) - kept)
+
+        self.progress(f"step {step}", len(finished), len(wanted), 0)
         try:
-            await self.runner.run_many(missing, keep)
+            await self.runner.run_many(missing, done, on_retry=save)
         finally:  # also when interrupted: what is finished is kept
             await asyncio.gather(*writes)
-        return [finished[job.task.id, job.rollout_idx] for job in wanted]
+        return [finished[job.task.id, job.rollout_idx] for job in wanted], kept
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
@@ -142,22 +154,21 @@ class _Run:
             again = f"to sample the step again, delete its file in {self.store.folder} and --resume"
             raise UserError(f"{error} Nothing was learned from step {step}: {look} shows it; {again}.") from error
 
-    async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float]:
+    async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float | None]:
         """One rollout of every held-out task, under the same noise each time."""
-        began, count = time.perf_counter(), []
+        began, done = time.perf_counter(), list[Episode]()
 
         def tick(episode: Episode) -> None:
-            count.append(episode)
-            self.progress("held-out", len(count), len(held_out), count)
+            done.append(episode)
+            self.progress("held-out", len(done), len(held_out), _tokens(done))
 
-        result = await evaluate.evaluate(self.runner, held_out, on_done=tick)
+        result = await evaluate.evaluate(self.runner, held_out, step=step, on_done=tick)
         if result.reward_mean is not None and result.reward_mean > self.best["reward"]:
             self.best = {"step": step, "reward": result.reward_mean}
         return {**result.metrics(), "seconds_eval": time.perf_counter() - began}
 
-    def progress(self, phase: str, done: int, total: int, episodes: Iterable[Episode]) -> None:
-        tokens = int(sum(episode.metrics.get("response_tokens", 0.0) for episode in episodes))
-        self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=tokens)
+    def progress(self, phase: str, done: int, total: int, tokens: float) -> None:
+        self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(tokens))
 
     async def save(self, step: int) -> None:
         """A checkpoint. A full disk costs the checkpoint, not the run."""
@@ -187,6 +198,10 @@ class _Run:
         dropped = await asyncio.to_thread(self.log.rewind, done if done else -1)
         self.before = {row["step"]: row["weights_sha256"] for row in dropped if "weights_sha256" in row}
         return done
+
+
+def _tokens(episodes: Iterable[Episode]) -> float:
+    return sum(episode.metrics.get("response_tokens", 0.0) for episode in episodes)
 
 
 def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:

@@ -32,7 +32,7 @@ from minirllm.tree import Forest
 from minirllm.types import Completion
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of the two running means
+STATE = ("step", "exp_avg", "exp_avg_sq")  # what torch keeps of a parameter, once it had a gradient: count, two means
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -135,25 +135,20 @@ class Trainer:
         return norm
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """AdamW's moments by ``moment/parameter``, and the plain numbers. With the weights, this is all there is."""
-        tensors: dict[str, torch.Tensor] = {}
-        steps = 0
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state.get(parameter)
-            if state:
-                tensors |= {f"{moment}/{name}": state[moment].detach() for moment in MOMENTS}
-                steps = int(state["step"])
-        return tensors, {"step": self.step, "optimizer_steps": steps, "version": self.policy.version}
+        """AdamW's state by ``entry/parameter``, and the plain numbers. With the weights, this is all there is."""
+        states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
+        tensors = {f"{entry}/{name}": value.detach() for name in states for entry, value in states[name].items()}
+        return tensors, {"step": self.step, "version": self.policy.version}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """What `state_dict` returned. Raises KeyError or ValueError when it belongs to other parameters."""
         loaded: dict[torch.Tensor, Any] = {}
-        for name, parameter in self.parameters.items() if tensors else ():
-            moments = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS}
-            if any(moment.shape != parameter.shape for moment in moments.values()):
+        for name in {key.partition("/")[2]: None for key in tensors}:
+            parameter, state = self.parameters[name], {entry: tensors[f"{entry}/{name}"] for entry in STATE}
+            if any(state[entry].shape != parameter.shape for entry in STATE[1:]):
                 raise ValueError(f"the moments of {name} have another shape than the parameter")
-            on_device = {moment: value.to(parameter.device, copy=True) for moment, value in moments.items()}
-            loaded[parameter] = {"step": torch.tensor(float(numbers["optimizer_steps"])), **on_device}
+            devices = dict.fromkeys(STATE, parameter.device) | {"step": torch.device("cpu")}
+            loaded[parameter] = {entry: value.to(devices[entry], copy=True) for entry, value in state.items()}
         self.optimizer.state.clear()
         self.optimizer.state.update(loaded)
         self.step, self.policy.version = numbers["step"], numbers["version"]
@@ -166,7 +161,7 @@ def rehearse(policy: Policy, config: Config) -> None:
     count = max(config.micro_batch_tokens, min(config.max_context, policy.max_positions))
     session = tree.TokenTree()
     session.add([0], Completion([0] * (count - 1), [0.0] * (count - 1), "length", policy.version), "rehearsal")
-    moments = [torch.empty_like(p) for p in trainer.parameters.values() for _ in MOMENTS]
+    moments = [torch.empty_like(p) for p in trainer.parameters.values() for _ in STATE[1:]]
     trainer._accumulate(tree.merge([session])[0])
     trainer.optimizer.zero_grad()
     del moments

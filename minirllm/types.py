@@ -249,6 +249,7 @@ class Episode:
     task_id: str = ""
     rollout_idx: int = 0
     attempt: int = 0
+    retried: bool = False  # this attempt failed in the agent, and another followed
     session_id: str = ""
     reward: float | None = None
     reason: str = ""  # why there is no reward, or what went wrong

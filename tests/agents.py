@@ -8,7 +8,7 @@ from typing import Any
 from minirllm import AgentConfig, Episode, Task, evaluator, rollout
 from minirllm.client import chat
 from minirllm.config import Config
-from minirllm.rollouts import Runner
+from minirllm.rollouts import Job, Runner
 from minirllm.server import Server, build_app
 from minirllm.session import Sessions
 from tests.fake_engine import RENDERER, FakeEngine
@@ -28,7 +28,7 @@ class Place:
         return Runner(self.sessions, self.base, rollout(agent), evaluator(grade), config)
 
     async def run(self, agent: Any, grade: Any = lambda task, episode: 1.0, **settings: Any) -> Episode:
-        return await self.runner(agent, grade, **settings).run(TASK, 3, 5)
+        return await self.runner(agent, grade, **settings).run(Job(TASK, 3, 5))
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from minirllm.errors import UserError
 from minirllm.evaluate import Z, evaluate, normal, pass_at_k, summarise, wilson, write
+from minirllm.log import explain
 from minirllm.rollouts import Job, Runner
 from minirllm.types import Episode, Task, TerminationReason
 
@@ -89,6 +90,11 @@ def test_nothing_graded_is_no_reward() -> None:
     result = summarise([episode("a", 0, None, TerminationReason.TIMEOUT)], 1)
     assert (result.reward_mean, result.reward_interval, result.pass_at) == (None, None, {1: 0.0})
     assert "mean reward" not in str(result)
+    figures = result.metrics()
+    assert [figures[name] for name in ("eval_reward", "eval_low", "eval_high")] == [None] * 3  # not measured
+    assert figures["eval_without_reward"] == 1.0
+    said = explain({"step": 2, **figures}, 2)
+    assert said == "step 2/2 | held-out: none of 1 could be graded"
 
 
 def test_one_task_speaks_of_its_rollouts() -> None:
@@ -133,9 +139,9 @@ class Recorded(Runner):
 
 async def test_evaluate_runs_n_of_each_as_validation(tmp_path: Path) -> None:
     runner = Recorded()
-    result = await evaluate(runner, [Task("a"), Task("b")], 3, folder=tmp_path)
+    result = await evaluate(runner, [Task("a"), Task("b")], 3, step=5, folder=tmp_path)
     assert [(job.task.id, job.rollout_idx, job.step, job.validation) for job in runner.jobs] == [
-        (task, i, 0, True) for task in "ab" for i in range(3)
+        (task, i, 5, True) for task in "ab" for i in range(3)
     ]
     assert (result.pass_at[3], result.seed) == (1.0, 3)
     assert (tmp_path / "items.jsonl").exists()

@@ -13,7 +13,6 @@ import pytest
 
 from minirllm import AgentConfig, Episode, EvalOutput, Step, Task, Trajectory
 from minirllm.client import chat
-from minirllm.errors import EngineError
 from minirllm.rollouts import Job
 from minirllm.types import Signal, TerminationReason
 from tests.agents import TASK, USER, Place, ask, serving
@@ -228,36 +227,6 @@ async def test_user_code_that_blocks_the_loop_is_named(
     assert re.match(r"test_rollouts.py line \d+ has blocked everything for 0.2 s: ", record.getMessage())
 
 
-@pytest.mark.parametrize("swallows", [True, False])
-async def test_an_engine_that_failed_is_not_the_agents_fault(place: Place, swallows: bool) -> None:
-    """It ends the work: no episode says that the agent failed, or answered nothing."""
-
-    async def agent(task: Task, config: AgentConfig) -> str:
-        try:
-            return await ask(task, config)
-        except httpx.HTTPError:
-            if swallows:
-                return ""
-            raise
-
-    place.engine.failure = EngineError("the device is gone")
-    done: list[Episode] = []
-    with pytest.raises(EngineError, match="the device is gone"):
-        await place.runner(agent, retries=2).run_many([Job(TASK), Job(Task("b"))], done.append)
-    assert done == []
-    assert len({seed for _, _, seed in place.engine.calls}) >= 3  # it was tried again
-    assert list(place.sessions) == []
-
-
-async def test_an_engine_that_fails_once_is_tried_again(place: Place) -> None:
-    async def agent(task: Task, config: AgentConfig) -> str:
-        place.engine.failure = None if place.engine.calls else EngineError("one bad number")
-        return await ask(task, config)
-
-    episode = await place.run(agent, retries=1)
-    assert (episode.reward, episode.attempt) == (1.0, 1)
-
-
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(place: Place) -> None:
     async def stubborn(task: Task, config: AgentConfig) -> None:
         for _ in range(30):
@@ -301,8 +270,8 @@ async def test_training_samples_its_own_way_and_evaluation_as_asked(place: Place
 
     settings = {"temperature": 0.9, "eval_temperature": 0.7}
     await place.run(cold, **settings)
-    await place.runner(cold, **settings).run(TASK, validation=True)
-    await place.runner(plain, **settings).run(TASK, validation=True)
+    await place.runner(cold, **settings).run(Job(TASK, validation=True))
+    await place.runner(plain, **settings).run(Job(TASK, validation=True))
     assert [(p.temperature, p.top_p) for _, p, _ in place.engine.calls] == [(0.9, 1.0), (0.2, 0.5), (0.7, 1.0)]
 
 
@@ -310,7 +279,7 @@ async def test_seeds_differ_between_steps_in_training_and_not_in_evaluation(plac
     runner = place.runner(ask)
     for step in (1, 2):
         for validation in (False, True):
-            await runner.run(TASK, 0, step, validation=validation)
+            await runner.run(Job(TASK, 0, step, validation))
     train1, eval1, train2, eval2 = [seed for _, _, seed in place.engine.calls]
     assert len({train1, train2, eval1}) == 3
     assert eval1 == eval2
@@ -353,5 +322,5 @@ async def test_an_error_of_the_listener_ends_the_rest(place: Place) -> None:
 
 @pytest.mark.parametrize("task_id", ["a:b", "a/b", "../x", "ü %2F?#&", "x" * 500, " "])
 async def test_any_task_id_can_be_called(place: Place, task_id: str) -> None:
-    episode = await place.runner(ask).run(Task(task_id))
+    episode = await place.runner(ask).run(Job(Task(task_id)))
     assert (episode.reason, episode.task_id) == ("", task_id)

@@ -11,6 +11,7 @@ import pytest
 from minirllm import AgentConfig, Episode, EvalOutput, Task, Trajectory, evaluator
 from minirllm.client import chat
 from minirllm.flow import Evaluator, import_path
+from minirllm.rollouts import Job
 from minirllm.types import TerminationReason
 from tests.agents import TASK, USER, Place, ask, serving
 
@@ -87,8 +88,8 @@ async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process:
     runner = place.runner(roles, top_level if in_process else lambda task, episode: grade_roles(task, episode))
     assert (runner.graders is not None) == in_process
     try:
-        episode = await runner.run(Task("t"))
-        broken = await runner.run(Task("t", metadata={"broken": 1}))
+        episode = await runner.run(Job(Task("t")))
+        broken = await runner.run(Job(Task("t", metadata={"broken": 1})))
     finally:
         await runner.close()
     assert (episode.reward, [t.reward for t in episode.trajectories]) == (1.0, [1.0, 0.25])
@@ -117,7 +118,7 @@ async def test_a_sync_evaluator_that_can_be_imported_runs_in_a_process(place: Pl
     runner = place.runner(ask, in_a_file)
     assert runner.graders is not None
     try:
-        episode = await runner.run(TASK)
+        episode = await runner.run(Job(TASK))
     finally:
         await runner.close()
     assert (episode.reward, episode.reason) == (1.01, "")

@@ -78,12 +78,12 @@ def episode(task_id: str = "a/b:c", rollout_idx: int = 0, **fields: Any) -> Epis
 
 def test_every_field_survives_the_disk(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path / "episodes")
-    written, bare = episode(rollout_idx=5), Episode()
+    written, bare = episode(rollout_idx=5, retried=True), Episode()
     unused = [f.name for f in dataclasses.fields(Episode) if getattr(written, f.name) == getattr(bare, f.name)]
     assert unused == [], "the test's episode uses every field"
     store.append(1, written)
-    assert EpisodeStore(tmp_path / "episodes").finished(1) == {("a/b:c", 5): written}
-    assert str(store.finished(1)["a/b:c", 5].signals["length"]) == "-0.0"
+    assert EpisodeStore(tmp_path / "episodes").attempts(1) == {("a/b:c", 5): written}
+    assert str(store.attempts(1)["a/b:c", 5].signals["length"]) == "-0.0"
 
 
 def test_a_bare_episode_survives_the_disk() -> None:
@@ -153,6 +153,15 @@ def test_steps_are_kept_apart_and_the_last_of_two_equal_ones_counts(tmp_path: Pa
         store.append(step, episode(rollout_idx=idx, reward=reward))
     assert store.steps() == [1, 12]
     assert {key: e.reward for key, e in store.finished(12).items()} == {("a/b:c", 0): 1.0, ("a/b:c", 1): 0.5}
+
+
+def test_a_failed_attempt_is_not_finished_and_says_which_is_next(tmp_path: Path) -> None:
+    store = EpisodeStore(tmp_path)
+    store.append(1, episode(rollout_idx=0, attempt=0, retried=True))
+    store.append(1, episode(rollout_idx=1, attempt=0, retried=True))
+    store.append(1, episode(rollout_idx=1, attempt=1, retried=False))
+    assert {key[1]: e.attempt for key, e in store.finished(1).items()} == {1: 1}
+    assert {key[1]: (e.attempt, e.retried) for key, e in store.attempts(1).items()} == {0: (0, True), 1: (1, False)}
 
 
 @pytest.mark.parametrize("damage", ["cut", "newline only", "zeros", "zeros and newline", "nothing left"])
