@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from minirllm.errors import CheckpointError
-from minirllm.files import sha256, sync
+from minirllm.files import sha256, sync, why
 from minirllm.policy import Policy
 
 MANIFEST, STATE, OPTIMIZER = "MANIFEST.json", "state.json", "optimizer.safetensors"
@@ -69,8 +69,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         last = newest(folder)[0]
         raise CheckpointError(
-            f"Cannot save a checkpoint of step {step} in {folder}: {error}. "
-            f"The last whole one is {last.name if last else 'none'}; free some space."
+            f"Cannot save a checkpoint of step {step} in {folder}: {why(error)}. "
+            f"The last whole one is {last.name if last else 'none'}."
         ) from None
     _remove_partial(folder)
     steps = _steps(folder)  # any later than this one are torn ones that the run was not resumed from
@@ -100,7 +100,8 @@ def newest(folder: Path, until: float = math.inf) -> tuple[Path | None, list[str
 def verify(path: Path) -> None:
     """Raises CheckpointError, naming the file, unless every file of the checkpoint has the bytes that were written."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        text = (path / MANIFEST).read_text()
+        files = json.loads(text)["files"]
         for name, digest in files.items():
             if not (path / name).is_file():
                 raise CheckpointError(f"Checkpoint {path} is not whole: {name} is missing.")
@@ -108,6 +109,8 @@ def verify(path: Path) -> None:
                 raise CheckpointError(
                     f"Checkpoint {path} is not whole: the bytes of {name} have changed since it was written."
                 )
+        if text != _manifest(files):
+            raise ValueError("it is not as it was written")
     except FileNotFoundError:
         raise CheckpointError(f"Checkpoint {path} is not whole: it has no {MANIFEST}, which is written last.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -147,9 +150,14 @@ def _write(folder: Path, step: int, policy: Policy, trainer: Stateful, extra: di
     (folder / STATE).write_text(json.dumps(state, indent=1))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": digests}, indent=1))
+    (folder / MANIFEST).write_text(_manifest(digests))
     for path in [*files, folder / MANIFEST, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync(path)
+
+
+def _manifest(digests: dict[str, str]) -> str:
+    """The manifest's bytes are a function of what they say: a changed one is noticed."""
+    return json.dumps({"files": digests}, indent=1)
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

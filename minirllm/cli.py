@@ -22,6 +22,7 @@ import click
 from minirllm import __version__, config, flow
 from minirllm.config import FIELDS, Config
 from minirllm.errors import CheckpointError, EngineError, UserError
+from minirllm.interrupt import Terminated
 
 TRAIN = (
     "model", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature", "max_tokens", "concurrency",
@@ -119,12 +120,14 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
     again = f"minirllm train {task} --run {folder.name}{where} --resume"
     try:
         summary = _module("train").run(module, settings, resume=resume, quiet=quiet)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as end:
         click.echo(f"\nStopped. Continue with: {again}", err=True)
-        raise SystemExit(130) from None
+        raise SystemExit(end.code if isinstance(end, Terminated) else 130) from None
     except EngineError as error:
         raise UserError(f"{_sentence(error)} What was finished is kept; continue with: {again}") from error
-    if not quiet:
+    if summary and summary["step"] < settings.steps:
+        click.echo(f"Stopped after step {summary['step']} of {settings.steps}. Continue with: {again}", err=True)
+    elif not quiet:
         done = (
             "Done"
             if summary

@@ -1,15 +1,25 @@
-"""What several modules do to files: write them whole, wait for the disk, know them by their bytes.
+"""What several modules do to files: write them whole, wait for the disk, know them by their bytes, say why it failed.
 
-Owns: those three. Does not know: what is in the files.
+Owns: those four. Does not know: what is in the files.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from minirllm.errors import UserError
+
+ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EACCES: "let this user write there, or choose another folder",
+    errno.EPERM: "let this user write there, or choose another folder",
+    errno.EROFS: "choose another folder",
+}
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -24,7 +34,15 @@ def write_whole(path: Path, text: str) -> None:
         sync(partial)
         partial.replace(path)
     except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from None
+        raise UserError(f"Cannot write {path}: {why(error)}.") from None
+
+
+def why(error: Exception) -> str:
+    """What the system said, and what would help: ``No space left on device; free some space``."""
+    inside = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the system's errors
+    number = error.errno if isinstance(error, OSError) else int(inside[1]) if inside else None
+    said = os.strerror(number) if number is not None else str(error)
+    return f"{said}; {ADVICE[number]}" if number in ADVICE else said
 
 
 def sync(path: Path) -> None:

@@ -27,7 +27,7 @@ from rich.text import Text
 from minirllm import trackers
 from minirllm.config import Config
 from minirllm.errors import UserError
-from minirllm.files import write_whole
+from minirllm.files import why, write_whole
 from minirllm.machine import machine
 
 METRICS, MANIFEST, CONFIG = "metrics.jsonl", "manifest.json", "config.toml"
@@ -133,9 +133,8 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(
-                f"Cannot write {self.folder / METRICS}: {error.strerror}. Make room, then continue with --resume."
-            ) from None
+            what = f"Cannot write {self.folder / METRICS}: {why(error)}"
+            raise UserError(f"{what}. Then continue with --resume.") from None
         numbers = {
             name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
         }
@@ -313,7 +312,7 @@ def _lock(folder: Path) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise UserError(f"Cannot use run folder {folder}: {error.strerror}.") from None
+        raise UserError(f"Cannot use run folder {folder}: {why(error)}.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from minirllm.errors import CheckpointError
-from minirllm.files import sync
+from minirllm.files import sync, why
 from minirllm.tree import TokenTree
 from minirllm.types import Episode, Message, SamplingParams, Step, Task, TerminationReason, ToolCall, Trajectory
 
@@ -59,7 +59,7 @@ class EpisodeStore:
                     file.truncate(size)
                     raise
         except OSError as error:
-            raise CheckpointError(f"Cannot write {path}: {error.strerror}. Free some space and resume.") from error
+            raise CheckpointError(f"Cannot write {path}: {why(error)}. Then continue with --resume.") from error
 
     def finished(self, step: int) -> dict[tuple[str, int], Episode]:
         """The step's episodes by (task id, rollout index); of two equal ones the last. Without attempts that were to be
@@ -90,7 +90,7 @@ class EpisodeStore:
                 try:
                     self._path(later).unlink()
                 except OSError as error:
-                    raise CheckpointError(f"Cannot remove {self._path(later)}: {error.strerror}.") from error
+                    raise CheckpointError(f"Cannot remove {self._path(later)}: {why(error)}.") from error
 
     def steps(self) -> list[int]:
         """The steps that have a file, ascending."""

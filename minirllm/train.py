@@ -15,9 +15,8 @@ import datetime
 import runpy
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from minirllm.config import Config
 from minirllm.errors import CheckpointError, LedgerError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
+from minirllm.interrupt import interruptible
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
 from minirllm.stack import Stack, serving
@@ -36,8 +36,16 @@ from minirllm.trainer import Trainer
 from minirllm.types import Episode, Task
 
 
-async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train, writing ``runs_dir/run``; returns the last metrics row. Raises UserError for what the user can mend."""
+async def train(
+    task: TaskModule,
+    config: Config,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train, writing ``runs_dir/run``; returns the last metrics row. Once `stop` says so, it ends after the step in
+    hand, which is saved. Raises UserError for what the user can mend."""
     config = replace(config, date=config.date or datetime.date.today().isoformat())
     algorithm = algorithms.create(config.algorithm)
     algorithm.validate(config)
@@ -52,7 +60,7 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
             runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
             try:
-                return await _Run(config, log, stack, runner, trainer, folder).loop(tasks, held_out, resume)
+                return await _Run(config, log, stack, runner, trainer, stop).loop(tasks, held_out, resume)
             finally:
                 await runner.close()
 
@@ -60,21 +68,27 @@ async def train(task: TaskModule, config: Config, *, resume: bool = False, quiet
 class _Run:
     """The loop and what it carries from step to step."""
 
-    def __init__(self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, folder: Path):
+    def __init__(
+        self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Callable[[], bool]
+    ):
         self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
-        self.store, self.checkpoints = EpisodeStore(folder / "episodes"), folder / "checkpoints"
+        self.store, self.checkpoints = EpisodeStore(log.folder / "episodes"), log.folder / "checkpoints"
+        self.stop = stop
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
         self.before: dict[int, str] = {}  # by step: the weights that an interrupted run came to
 
     async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
-        """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number."""
+        """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number.
+        Returns its last row; of a run that was stopped before it made one, just the number of steps done."""
         config = self.config
         row: dict[str, Any] = {}
         done = await self.restore() if resume else 0
-        if done == 0 and held_out:
+        if done == 0 and held_out and not self.stop():
             row = {"step": 0, **await self.evaluate(held_out, 0)}
             await asyncio.to_thread(self.log.step, row)
         for step in range(done + 1, config.steps + 1):
+            if self.stop():
+                return row or {"step": done}
             began = time.perf_counter()
 
             # agents talk to the endpoint; every call is captured
@@ -105,7 +119,7 @@ class _Run:
                 self.log.warn(self.trainer.problem)
             if self.before.get(step, digest) != digest:  # what it had sampled after this step is off policy now
                 await asyncio.to_thread(self.store.drop_after, step)
-            if last or step % config.save_every == 0 or step == self.best["step"]:
+            if last or step % config.save_every == 0 or step == self.best["step"] or self.stop():
                 await self.save(step)
         return row
 
@@ -184,7 +198,7 @@ class _Run:
         """Load the newest whole checkpoint; returns how many steps are done (0: there is none)."""
         path, skipped = await asyncio.to_thread(checkpoint.newest, self.checkpoints)
         for sentence in skipped:
-            self.log.warn(sentence)
+            self.log.warn(f"{sentence} Taking {path.name if path else 'none, so from step 1 on,'} instead.")
         done = 0
         if path is not None:
             extra = await self.stack.policy.run(checkpoint.load, path, self.stack.policy, self.trainer)
@@ -213,11 +227,17 @@ def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
 
 
 def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """`train` for callers without an event loop. Raises UserError where one runs, as in a notebook."""
+    """`train` for callers without an event loop; signals end it as `interrupt` says. Raises UserError where a loop
+    runs, as in a notebook, KeyboardInterrupt or Terminated when it was ended at once."""
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
         raise UserError("An event loop is running here: `await minirllm.train.train(task, config)` instead.")
-    return asyncio.run(train(task, config, resume=resume, quiet=quiet))
+
+    async def work() -> dict[str, Any]:
+        with interruptible() as interrupt:
+            return await train(task, config, resume=resume, quiet=quiet, stop=lambda: interrupt.asked)
+
+    return asyncio.run(work())
 
 
 if __name__ == "__main__":  # the command line with its options, without importing the row below this one

@@ -27,6 +27,7 @@ from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.engines.sampling import effective_temperature
 from minirllm.errors import ConfigError
+from minirllm.files import write_whole
 from minirllm.policy import Policy
 from minirllm.tree import Forest
 from minirllm.types import Completion
@@ -168,13 +169,12 @@ def rehearse(policy: Policy, config: Config) -> None:
 
 
 def dump(forests: Sequence[Forest], path: Path) -> None:
-    """The forests as JSON: one object of plain lists each, for looking at what broke a step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """The forests as JSON: one object of plain lists each, for looking at what broke a step. UserError if it cannot."""
     rows = [
         {name: value.tolist() for name, value in vars(forest).items() if isinstance(value, np.ndarray)}
         for forest in forests
     ]
-    path.write_text(json.dumps(rows))
+    write_whole(path, json.dumps(rows))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors linear machine types",
+    "attention errors interrupt linear machine types",
     "client config conversation dialects exactness files head returns syntaxes tree",
     "algorithms flow models policy store template trackers",
     "batch checkpoint engines log renderer rewards",

@@ -148,6 +148,25 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_one_before_is_used(make, tmp
     assert checkpoint.newest(tmp_path) == (second, [])
 
 
+def test_any_changed_byte_of_the_manifest_and_any_lost_last_byte_is_found(make, tmp_path):
+    policy, trainer = make()
+    first = checkpoint.save(tmp_path, 1, policy, trainer, {})
+    second = checkpoint.save(tmp_path, 2, policy, trainer, {})
+    manifest = second / "MANIFEST.json"
+    for at in range(manifest.stat().st_size):
+        flip(manifest, at)
+        assert checkpoint.newest(tmp_path)[0] == first, f"byte {at}"
+        flip(manifest, at)
+    for file in second.iterdir():
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
+        found, (skipped,) = checkpoint.newest(tmp_path)
+        assert found == first
+        assert file.name in skipped
+        file.write_bytes(whole)
+    assert checkpoint.newest(tmp_path) == (second, [])
+
+
 def test_half_written_ones_are_ignored_and_cleared_away(make, tmp_path):
     policy, trainer = make()
     first = checkpoint.save(tmp_path, 1, policy, trainer, {})
@@ -207,8 +226,10 @@ def test_a_disk_that_fills_up_leaves_the_last_one_and_no_debris(make, tmp_path, 
     try:
         with pytest.raises(
             CheckpointError, match=r"Cannot save a checkpoint of step 2 .* The last whole one is step_000001"
-        ):
+        ) as refused:
             checkpoint.save(tmp_path, 2, policy, trainer, {})
+        assert "File too large." in str(refused.value)  # a limit of this process: no space would help
+        assert "free" not in str(refused.value)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

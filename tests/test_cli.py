@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from minirllm import cli
 from minirllm.config import FIELDS, Config
 from minirllm.errors import EngineError, UserError
+from minirllm.interrupt import Terminated
 
 TASK = """
 from minirllm import Task, evaluator, rollout
@@ -159,6 +160,17 @@ def test_interrupting_says_how_to_go_on(place, work):
     result = invoke("train", "mine.py", "--run", "r", "--runs-dir", "out")
     assert result.exit_code == 130
     assert result.stderr == "\nStopped. Continue with: minirllm train mine.py --run r --runs-dir out --resume\n"
+
+
+def test_a_run_that_stopped_early_is_not_done_and_says_how_to_go_on(place, work):
+    work.row = {"step": 3}
+    result = invoke("train", "mine.py", "--run", "r", "--quiet")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "Stopped after step 3 of 7. Continue with: minirllm train mine.py --run r --resume\n"
+    work.error = Terminated()
+    result = invoke("train", "mine.py", "--run", "r")
+    assert result.exit_code == 143
+    assert result.stderr == "\nStopped. Continue with: minirllm train mine.py --run r --resume\n"
 
 
 def test_a_failed_engine_says_how_to_go_on(place, work):

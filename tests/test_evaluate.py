@@ -97,6 +97,12 @@ def test_nothing_graded_is_no_reward() -> None:
     assert said == "step 2/2 | held-out: none of 1 could be graded"
 
 
+def test_the_rate_of_a_resumed_step_counts_what_was_sampled_since() -> None:
+    kept = {"step": 1, "tokens_generated": 1200.0, "tokens_kept": 800.0, "seconds_generate": 4.0}
+    assert explain(kept, 1) == "step 1/1 | 100 tok/s | generate 4.0 s"
+    assert explain({**kept, "tokens_kept": 1200.0}, 1) == "step 1/1 | generate 4.0 s"
+
+
 def test_one_task_speaks_of_its_rollouts() -> None:
     result = summarise([episode("a", i, float(i)) for i in range(2)], 2)
     assert result.reward_interval == pytest.approx((0.5 - Z * 0.5, 0.5 + Z * 0.5))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,12 +30,33 @@ def test_what_stood_there_stays_when_the_disk_is_full(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_whole(path, "old")
     (tmp_path / "a.txt.partial").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"Cannot write .*a\.txt: No space left on device"):
+    with pytest.raises(UserError, match=r"Cannot write .*a\.txt: No space left on device; free some space\."):
         write_whole(path, "new")
     assert path.read_text() == "old"
 
 
+def test_space_is_advised_only_where_it_helps(tmp_path: Path) -> None:
+    """The system's own errors: no right to write, a read-only disk, a file where a folder should be."""
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    write = "import sys; from minirllm.files import *; write_whole(Path(sys.argv[1]), 'text')"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def said(*prefix: str) -> str:
+        command = [*prefix, sys.executable, "-c", write, str(folder / "a.txt")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode and "UserError" not in done.stderr:
+            pytest.skip(f"cannot be tried here: {done.stderr}")
+        return done.stderr.splitlines()[-1]
+
+    rights = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+    assert said(*rights).endswith("a.txt: Permission denied; let this user write there, or choose another folder.")
+    mount = "mount -t tmpfs -o ro none $0 && exec \"$@\""
+    read_only = said("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder))
+    assert read_only.endswith("a.txt: Read-only file system; choose another folder.")
+
+
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"Cannot write .*file/a\.txt: "):
+    with pytest.raises(UserError, match=r"Cannot write .*file/a\.txt: [A-Z][a-z ]*\.$"):  # nothing to advise
         write_whole(tmp_path / "file" / "a.txt", "text")

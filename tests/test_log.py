@@ -95,8 +95,6 @@ def test_explain_leaves_out_what_was_not_measured_and_survives_what_is_not_finit
     assert log.explain({"step": 20, "reward_mean": math.nan, "mismatch_max": 3.14e-5, "seconds_step": 3.0}, 20) == (
         "step 20/20 | reward nan ± ? | mismatch 3.1e-05"
     )
-    kept = {"step": 1, "tokens_generated": 1200.0, "tokens_kept": 800.0, "seconds_generate": 4.0}
-    assert log.explain(kept, 1) == "step 1/1 | 100 tok/s | generate 4.0 s"  # those sampled in these seconds
     assert log.explain({"step": 1, "seconds_step": 60.0}, 11).endswith("10 min left")
     assert log.explain({"step": 1, "seconds_step": 600.0}, 11).endswith("1.7 h left")
 

@@ -363,8 +363,7 @@ async def test_state_of_other_parameters_is_refused(make_policy):
     policy = await asyncio.to_thread(make_policy)
     trainer = Trainer(policy, policy.config, create("grpo"))
     await trainer.update(build(sampled_group(policy, [1.0, 0.0]), policy.config, create("grpo"), 0))
-    tensors, numbers = trainer.state_dict()
-    name = next(iter(trainer.parameters))
+    (tensors, numbers), name = trainer.state_dict(), next(iter(trainer.parameters))
     for wrong in (
         {**tensors, f"exp_avg/{name}": torch.zeros(1)},
         {**tensors, "exp_avg/other": torch.zeros(1)},
