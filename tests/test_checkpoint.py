@@ -103,6 +103,51 @@ def test_without_the_moments_the_resume_would_differ(make, tmp_path):
     assert train(policy, trainer, 2) != wanted
 
 
+def test_a_parameter_without_gradient_has_no_state_and_resumes_like_the_others(make):
+    """A part of the model that the first steps do not use: torch starts its moments and its count when it is used."""
+
+    def trainer_of(policy):
+        policy.model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
+        return Trainer(policy, policy.config, create("grpo"))
+
+    def step(trainer, number):
+        if number >= 2:
+            trainer.policy.model.late.grad = torch.full((3,), float(number))
+        train(trainer.policy, trainer, 1)
+
+    whole = trainer_of(make()[0])
+    for number in range(4):
+        step(whole, number)
+    for saved_after in (1, 3):
+        first = trainer_of(make()[0])
+        for number in range(saved_after):
+            step(first, number)
+        tensors, numbers = first.state_dict()
+        assert ("exp_avg/late" in tensors) == (saved_after == 3)
+        second = trainer_of(first.policy)
+        second.policy.model.late.data.copy_(first.parameters["late"].data)
+        second.load_state_dict({name: value.clone() for name, value in tensors.items()}, numbers)
+        for number in range(saved_after, 4):
+            step(second, number)
+        assert second.policy.weights_sha256() == whole.policy.weights_sha256()
+        assert int(second.optimizer.state[second.parameters["late"]]["step"]) == 2  # its own count
+
+
+def test_state_of_other_parameters_is_refused(make):
+    policy, trainer = make()
+    train(policy, trainer, 1)
+    tensors, numbers = trainer.state_dict()
+    name = next(iter(trainer.parameters))
+    for wrong in (
+        {**tensors, f"exp_avg/{name}": torch.zeros(1)},
+        {**tensors, "exp_avg/other": torch.zeros(1)},
+        {key: value for key, value in tensors.items() if key != f"exp_avg_sq/{name}"},
+    ):
+        with pytest.raises((KeyError, ValueError)):
+            trainer.load_state_dict(wrong, numbers)
+    trainer.load_state_dict(tensors, numbers)
+
+
 def test_the_adapter_loads_with_plain_peft(make, tmp_path):
     policy, trainer = make(rank=2)
     train(policy, trainer, 2)

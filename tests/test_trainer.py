@@ -326,54 +326,6 @@ def test_on_cuda_a_gradient_has_the_same_bits_each_time():
     policy.close()
 
 
-async def test_a_parameter_without_gradient_has_no_state_and_resumes_like_the_others(make_policy):
-    """A part of the model that the first steps do not use: torch starts its moments and its count when it is used."""
-
-    def trainer_of(policy):
-        policy.model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
-        return Trainer(policy, policy.config, create("grpo"))
-
-    async def step(trainer, number):
-        policy = trainer.policy
-        group = sampled_group(policy, [1.0, 0.0], seed=number)
-        if number >= 2:
-            policy.model.late.grad = torch.full((3,), float(number))
-        await trainer.update(build(group, policy.config, create("grpo"), policy.version))
-
-    options = {"lr": 0.1, "grad_clip": 0.0}
-    whole = trainer_of(await asyncio.to_thread(make_policy, **options))
-    for number in range(4):
-        await step(whole, number)
-    for saved_after in (1, 3):
-        first = trainer_of(await asyncio.to_thread(make_policy, **options))
-        for number in range(saved_after):
-            await step(first, number)
-        tensors, numbers = first.state_dict()
-        assert ("exp_avg/late" in tensors) == (saved_after == 3)
-        second = trainer_of(first.policy)
-        second.policy.model.late.data.copy_(first.parameters["late"].data)
-        second.load_state_dict({name: value.clone() for name, value in tensors.items()}, numbers)
-        for number in range(saved_after, 4):
-            await step(second, number)
-        assert second.policy.weights_sha256() == whole.policy.weights_sha256()
-        assert int(second.optimizer.state[second.parameters["late"]]["step"]) == 2  # its own count
-
-
-async def test_state_of_other_parameters_is_refused(make_policy):
-    policy = await asyncio.to_thread(make_policy)
-    trainer = Trainer(policy, policy.config, create("grpo"))
-    await trainer.update(build(sampled_group(policy, [1.0, 0.0]), policy.config, create("grpo"), 0))
-    (tensors, numbers), name = trainer.state_dict(), next(iter(trainer.parameters))
-    for wrong in (
-        {**tensors, f"exp_avg/{name}": torch.zeros(1)},
-        {**tensors, "exp_avg/other": torch.zeros(1)},
-        {key: value for key, value in tensors.items() if key != f"exp_avg_sq/{name}"},
-    ):
-        with pytest.raises((KeyError, ValueError)):
-            trainer.load_state_dict(wrong, numbers)
-    trainer.load_state_dict(tensors, numbers)
-
-
 def test_learning_rate_by_hand():
     def rates(schedule):
         return [learning_rate(step, Config(lr=1.0, steps=6, warmup_steps=2, lr_schedule=schedule)) for step in range(7)]
