@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test smoke bench soak learning side-by-side vllm-rate
+.PHONY: setup check test smoke audit bench soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -70,4 +70,15 @@ vllm-rate: .venv-vllm/installed | $(BIN)/python
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	folder=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0.dist-info; \
 		mkdir -p $$folder && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$folder/METADATA
+	touch $@
+
+# Known vulnerabilities of the pinned versions, by a tool in an environment of its own, which asks a database on the
+# network. A package that it cannot ask about fails the audit, too: not asked is not found safe.
+audit: .venv-audit/installed
+	.venv-audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off \
+		|| { echo 'audit: failed. Named above: vulnerable packages, or those the database could not be asked about.'; exit 1; }
+
+.venv-audit/installed:
+	$(PYTHON) -m venv --clear .venv-audit
+	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
 	touch $@

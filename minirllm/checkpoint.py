@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from minirllm.errors import CheckpointError
+from minirllm.errors import CheckpointError, ModelError
 from minirllm.files import sha256, sync, why
 from minirllm.policy import Policy
 
@@ -126,11 +126,17 @@ def load(path: Path, policy: Policy, trainer: Stateful) -> dict[str, Any]:
     `Policy.load_weights` does.
     """
     verify(path)
-    state = json.loads((path / STATE).read_text())
-    policy.load_weights(path)
     try:
+        state = json.loads((path / STATE).read_text())
+        policy.load_weights(path)
         trainer.load_state_dict(load_file(path / OPTIMIZER), state["trainer"])
+    except SafetensorError as error:
+        raise CheckpointError(f"Checkpoint {path} holds a file that is no safetensors file: {error}.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"Checkpoint {path} holds a {STATE} that is no JSON: {error}.") from None
     except (KeyError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
         raise CheckpointError(
             f"Checkpoint {path} belongs to a model with other trainable parameters: {error}."
         ) from None

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-from minirllm import __version__, config, flow
+from minirllm import __version__, config, flow, watchdog
 from minirllm.config import FIELDS, Config
 from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
@@ -267,7 +267,11 @@ def _module(name: str) -> Any:
 
 def main() -> None:
     """The console script."""
-    cli(prog_name="minirllm")
+    try:
+        cli(prog_name="minirllm")
+    except SystemExit as end:
+        watchdog.leave(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        raise
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Config:
     retries: int = option(1, "fresh attempts after an episode errors", 0)
     max_calls: int = option(200, "model calls one session may make", 1)
     max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = any)", 0)
+    max_streams: int = option(16, "model calls of one session that are sampled at once; more of them wait", 1)
+    max_body: int = option(4 * 2**20, "largest body of one model call, bytes", 1024)
     # sampling (training overrides what an agent asks for)
     temperature: float = option(1.0, "sampling temperature in training", 0.0)
     max_tokens: int = option(256, "new tokens per model call; agents may ask for less, and in evaluation for more", 1)

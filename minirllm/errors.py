@@ -75,6 +75,12 @@ class TooLarge(RequestError):
     status = 413
 
 
+class Stalled(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
 class QuotaExceeded(RequestError):
     """The session has used up its calls or tokens. Not retryable, so not 429."""
 

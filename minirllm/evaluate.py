@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minirllm import watchdog
 from minirllm.batch import mean_signals
 from minirllm.config import Config
 from minirllm.errors import UserError
@@ -129,7 +130,7 @@ def run(
             finally:
                 await runner.close()
 
-    return asyncio.run(work())
+    return watchdog.run(work())
 
 
 def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:

@@ -15,11 +15,13 @@ from typing import Any
 
 from minirllm.dialects import AnswerStream, Dialect
 from minirllm.dialects.fields import no_constant
-from minirllm.errors import RequestError, SessionClosed, TooLarge
+from minirllm.errors import RequestError, SessionClosed, Stalled, TooLarge
 from minirllm.session import Session
 from minirllm.types import Delta, ModelReply, ModelRequest
 
 MAX_DEPTH = 64  # of nested lists and objects
+MAX_VALUES = 250_000  # in one body; a prompt may be a list of token ids
+STALLED = 30.0  # seconds that a client may take to send a request, or to read what waits for it
 LINGER = 2.0  # seconds that the rest of a refused body is read and dropped, so that the client gets to read the refusal
 SHUTTING_DOWN = "The server is shutting down."
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -33,7 +35,7 @@ class ClientGone(Exception):
 
 
 async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int) -> bytes:
-    """The body of a JSON request. Raises RequestError with 413 or 415, ClientGone when it does not arrive."""
+    """The body of a JSON request. Raises RequestError with 408, 413 or 415, ClientGone when it does not arrive."""
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise RequestError(
@@ -44,6 +46,14 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_body:
         raise TooLarge(f"The body has {length[:20]} bytes; at most {max_body} are accepted.")
+    try:
+        async with asyncio.timeout(STALLED):
+            return await _rest(receive, max_body)
+    except TimeoutError:
+        raise Stalled(f"The body did not arrive within {STALLED:.3g} s.") from None
+
+
+async def _rest(receive: Receive, max_body: int) -> bytes:
     raw = bytearray()
     while True:
         message = await receive()
@@ -57,13 +67,12 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int)
 
 
 def decode_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, nested at most MAX_DEPTH deep. A lone surrogate becomes U+FFFD."""
+    """Strict JSON: UTF-8, no NaN, at most MAX_DEPTH deep and MAX_VALUES large. A lone surrogate becomes U+FFFD."""
     if not raw.strip():
         raise RequestError("The body is empty: send a JSON object.")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
-        if isinstance(value, dict | list) and _deeper_than(value, MAX_DEPTH):
-            raise RecursionError
+        _count(value, MAX_DEPTH, 0)
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
     except RecursionError:
@@ -75,9 +84,18 @@ def decode_json(raw: bytes) -> Any:
     return value
 
 
-def _deeper_than(value: dict[str, Any] | list[Any], limit: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(_deeper_than(child, limit - 1) for child in inner if isinstance(child, dict | list))
+def _count(value: Any, depth: int, seen: int) -> int:
+    """`seen` and the values in `value`. Raises RecursionError beyond `depth`, RequestError beyond MAX_VALUES."""
+    if not isinstance(value, dict | list):
+        return seen
+    if depth == 0:
+        raise RecursionError
+    seen += len(value)
+    if seen > MAX_VALUES:
+        raise RequestError(f"The body holds more than {MAX_VALUES} values.")
+    for child in value.values() if isinstance(value, dict) else value:
+        seen = _count(child, depth - 1, seen)
+    return seen
 
 
 class Exchange:
@@ -89,6 +107,7 @@ class Exchange:
         self.begun = False  # status and headers are out
         self.call: asyncio.Task[ModelReply] | None = None
         self.stopping = False
+        self.session: Session | None = None  # once its key was shown
 
     def stop(self) -> None:
         """The server is shutting down: end the call; the client is told."""
@@ -175,7 +194,7 @@ class Exchange:
             await self._body("".join(self.stream.fail(problem)).encode(), last=True)
         elif not self.begun:  # else: half an answer is out, the connection is closed
             body = json.dumps(self.dialect.error(problem)).encode()
-            refused = isinstance(problem, TooLarge)
+            refused = isinstance(problem, TooLarge | Stalled)
             await self._begin(problem.status, "application/json", len(body), close=refused)
             await self._body(body)
             if refused:

@@ -6,6 +6,7 @@ HTTP, how an episode is run, what the functions may return (returns.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -126,11 +127,18 @@ def _takes_dict(fn: Callable[..., Any]) -> bool:
     return first.name in DICT_NAMES or name.partition("[")[0] in ("dict", "Dict", "typing.Dict")
 
 
+def message_of(error: BaseException) -> str:
+    """Its text; an error of the user's own class may have none that can be had."""
+    with contextlib.suppress(Exception):
+        return str(error)
+    return "its message cannot be had"
+
+
 def one_line(error: BaseException, path: Path | str | None = None) -> str:
     """``Type: message (file line n)``; the line is the innermost one in `path` when the error passed through it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name} line {error.lineno})"
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {message_of(error)}".split())
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     frames = [frame for frame in frames if path and frame[0] == str(path)] or frames
     return f"{text[:500]} ({Path(frames[-1][0]).name} line {frames[-1][1]})" if frames else text[:500]

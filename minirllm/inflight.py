@@ -1,13 +1,17 @@
 """A request from its acceptance until its answer is delivered: what is sampled so far, and who listens.
 
-Owns: `Flight` and `Sample`. Does not know: how requests are matched, sampled or recorded.
+Owns: `Flight`, `Sample`, and by what requests, prompts and calls are known. Does not know: how requests are matched,
+sampled or recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from minirllm.conversation import Match
@@ -53,6 +57,7 @@ class Flight:
     on_delta: OnDelta | None = None
     lost: bool = False  # answered, but the answer did not reach its client
     aborted: bool = False
+    began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[ModelReply] | None = None
 
     @property
@@ -91,6 +96,20 @@ class Flight:
             self.deltas.append(delta)
             if self.on_delta is not None:
                 self.on_delta(delta)
+
+
+def prompt_digest(prompt_ids: Iterable[int]) -> bytes:
+    """What a prompt is known by."""
+    return blake2b(array("q", prompt_ids).tobytes()).digest()
+
+
+def identify(seed_parts: tuple[Any, ...], digest: bytes, nth: int, index: int) -> tuple[str, int]:
+    """(call id, request seed) of choice `index` of a prompt that was sent `nth` times before in its session.
+
+    Both come of one hash: who knows a call's id can find out its seed again, and that neither was changed.
+    """
+    noise = blake2b(digest + repr((seed_parts, nth, index)).encode(), digest_size=16).digest()
+    return noise[8:].hex(), int.from_bytes(noise[:8], "big") >> 1
 
 
 def identity(request: ModelRequest) -> ModelRequest:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from minirllm.errors import RequestError
+from minirllm.errors import ContextOverflow, RequestError
 from minirllm.syntaxes import SYNTAXES
 from minirllm.syntaxes.calls import Tools, same_call
 from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
@@ -57,6 +57,8 @@ class Renderer:
         markers = " ".join((THINK_OPEN, THINK_CLOSE, *syntax.opens, syntax.close or "", *syntax.inner))
         hidden = frozenset(ids[text] for text in self.template.special if text not in markers)
         self.hidden_ids = hidden | self.eos_ids
+        self.limit: int | None = None  # tokens that the model reads, where it is known
+        self._longest = max(map(len, tokenizer.get_vocab()))  # characters, in the spelling of the vocabulary
         self._encode_cached = lru_cache(maxsize=64)(self._encode_marked)  # first turns come again with every call
 
     # ---- messages -> tokens ----
@@ -120,7 +122,12 @@ class Renderer:
         return tail[1:] if ended else tail
 
     def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """The ids of `text`, special tokens included; with `add_bos` it begins as the tokenizer's documents do."""
+        """The ids of `text`, special tokens included; with `add_bos` it begins as the tokenizer's documents do.
+
+        Raises ContextOverflow for a text that no `limit` tokens can hold, however long: encoding it would take seconds.
+        """
+        if self.limit is not None and len(text) > self.limit * self._longest:
+            raise ContextOverflow(self.limit, len(text) // self._longest)
         try:
             text.encode()
         except UnicodeEncodeError:  # half a surrogate pair: JSON can carry one, UTF-8 cannot

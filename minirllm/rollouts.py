@@ -8,49 +8,43 @@ a wrong type, never called the model) is retried under a fresh session, key and 
 not be graded is not. One that the endpoint stopped (context full, calls used up) is over, and graded. An episode
 without a reward always says why in `reason`.
 
-Sync agents run in a thread each. A thread cannot be stopped: at the deadline it is left behind, its session is closed
-and its further calls are refused. Sync evaluators run in killable processes when they can be imported there (see
-`rewards.process`), else in a thread; async ones on the loop.
+Sync agents run in a thread each, async ones on the loop; how both are ended is the watchdog's. At the deadline the
+session is closed: whoever outlives it has its further calls refused. Sync evaluators run in killable processes when
+they can be imported there (see `rewards.process`), else in a thread; async ones on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import hashlib
-import inspect
 import logging
 import re
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
+from minirllm import watchdog
 from minirllm.config import Config
 from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
-from minirllm.flow import AgentFlow, Evaluator, one_line
+from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
 from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
 from minirllm.session import Session, Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
+from minirllm.watchdog import Deadline, Overdue, source, watched, within
 
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({TerminationReason.ERROR, TerminationReason.NO_CALLS})
 FAILED = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT})  # the agent's work cannot be graded
+OVERDUE = frozenset({TerminationReason.TIMEOUT, TerminationReason.GRADING_TIMEOUT})
 REFUSED = {  # codes of the errors by which the endpoint stops an agent: it has ended, and is graded
     "context_length_exceeded": TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
     "insufficient_quota": TerminationReason.MAX_TURNS_EXCEEDED,
 }
 OnEpisode = Callable[[Episode], None]
-PATIENCE = 5.0  # seconds that user code may block the event loop before it is named
-GRACE = 1.0  # seconds a cancelled agent has to clean up before it is left behind
 
 
 class Job(NamedTuple):
@@ -67,17 +61,6 @@ class Job(NamedTuple):
         """The same with the next attempt."""
         tokens = int(failed.metrics["retried_tokens"]) + failed.tree.num_sampled
         return self._replace(attempt=failed.attempt + 1, dropped=tokens)
-
-
-class Deadline:
-    """A moment on the monotonic clock, `seconds` from now."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self.at = seconds, time.monotonic() + seconds
-
-    def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self.at - time.monotonic())
 
 
 class Runner:
@@ -109,15 +92,13 @@ class Runner:
             return episode
 
         tasks = [asyncio.ensure_future(one(job)) for job in jobs]
-        files = {_file(self.flow.fn), _file(self.evaluator.fn)}
-        watch = asyncio.create_task(_watch({file for file in files if file}))
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            watch.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with watched((source(self.flow.fn), source(self.evaluator.fn)), self.config.episode_timeout):
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(self, job: Job, on_retry: OnEpisode = lambda _: None) -> Episode:
         """One graded episode: what fails is in `termination_reason` and `reason`. An engine that fails is nothing which
@@ -148,7 +129,7 @@ class Runner:
     async def _attempt(self, job: Job, session: Session, deadline: Deadline) -> Episode:
         began = time.monotonic()
         try:
-            episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline)
+            episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline, session)
         finally:
             self.sessions.close(session.id)  # late calls, of a thread left behind say, are refused
         if session.failure is not None:
@@ -164,6 +145,9 @@ class Runner:
         episode.tree = session.tree
         if session.steps and episode.termination_reason not in FAILED:
             await self._grade(job.task, episode, deadline)
+        if episode.termination_reason in OVERDUE:
+            where = (job.task.id, job.rollout_idx, job.attempt)
+            logger.warning("task %r, rollout %d, attempt %d: %s", *where, episode.reason)
         _measure(episode, session, time.monotonic() - began)
         return episode
 
@@ -192,20 +176,21 @@ class Runner:
             sampling_params={"temperature": temperature},
         )
 
-    async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline) -> Episode:
+    async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline, session: Session) -> Episode:
         """What the agent returned, or why it did not. Here an agent's failure becomes data."""
 
         async def work() -> Episode:
             try:
-                return as_episode(await _call(self.flow, task, config))
+                return as_episode(await watchdog.call(self.flow, self.flow.is_async, task, config))
             except (Exception, SystemExit) as error:
-                why = next((reason for code, reason in REFUSED.items() if code in str(error)), TerminationReason.ERROR)
-                return _failed(why, "agent failed: " + one_line(error, _file(self.flow.fn)))
+                said = message_of(error)
+                why = next((reason for code, reason in REFUSED.items() if code in said), TerminationReason.ERROR)
+                return _failed(why, "agent failed: " + one_line(error, source(self.flow.fn)))
 
         try:
-            return await _within(work(), deadline.remaining())
-        except TimeoutError:
-            return _failed(TerminationReason.TIMEOUT, f"agent did not end within {deadline.seconds:.3g} s")
+            return await within(work(), deadline.remaining(), source(self.flow.fn), session.waiting)
+        except Overdue as overdue:
+            return _failed(TerminationReason.TIMEOUT, f"agent did not end within {deadline.seconds:.3g} s{overdue}")
 
     async def _grade(self, task: Task, episode: Episode, deadline: Deadline) -> None:
         """Fills in the verdict, or why there is none."""
@@ -234,109 +219,22 @@ class Runner:
 
         async def work() -> EvalOutput:
             try:
-                return verdict(await _call(grader, task, episode))
+                return verdict(await watchdog.call(grader, grader.is_async, task, episode))
             except GradingError:
                 raise
             except (Exception, SystemExit) as error:
-                raise GradingError("evaluator failed: " + one_line(error, _file(grader.fn))) from error
+                raise GradingError("evaluator failed: " + one_line(error, source(grader.fn))) from error
 
         try:
-            return await _within(work(), limit)
-        except TimeoutError:
-            raise GradingTimeout(f"evaluator did not end within {limit:.3g} s") from None
+            return await within(work(), limit, source(grader.fn))
+        except Overdue as overdue:
+            raise GradingTimeout(f"evaluator did not end within {limit:.3g} s{overdue}") from None
 
 
 def _slug(task_id: str) -> str:
     """The id itself where it can stand in any URL, else its harmless part and a hash of the whole."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", task_id)[:48]
     return safe if safe == task_id else f"{safe}~{hashlib.sha256(task_id.encode()).hexdigest()[:12]}"
-
-
-def _file(fn: Callable[..., Any]) -> str | None:
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return code.co_filename if code is not None else None
-
-
-async def _watch(files: set[str]) -> None:
-    """Until cancelled: say so when a line of `files` blocks the event loop, which no deadline can end."""
-    beats, loop_thread, over = [time.monotonic()], threading.get_ident(), threading.Event()
-
-    def look() -> None:
-        said = 0.0  # the last beat before what was said
-        while not over.wait(PATIENCE / 4):
-            frame = sys._current_frames().get(loop_thread)
-            lines = [line for line in traceback.walk_stack(frame) if line[0].f_code.co_filename in files]
-            if lines and beats[-1] != said and time.monotonic() - beats[-1] > PATIENCE:
-                said = beats[-1]
-                logger.warning(
-                    "%s line %d has blocked everything for %.3g s: an async agent or evaluator must not make blocking "
-                    "calls; use an async client, or a plain def, which runs in a thread.",
-                    Path(lines[0][0].f_code.co_filename).name, lines[0][1], PATIENCE,
-                )  # fmt: skip
-
-    threading.Thread(target=look, name="watch", daemon=True).start()
-    try:
-        while True:
-            beats[-1] = time.monotonic()
-            await asyncio.sleep(PATIENCE / 4)
-    finally:
-        over.set()
-
-
-async def _within(work: Any, seconds: float) -> Any:
-    """The result of the coroutine `work`. Raises TimeoutError after `seconds`, even if it ignores being cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-        if done:
-            return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=GRACE)
-    raise TimeoutError
-
-
-async def _call(fn: AgentFlow | Evaluator, *args: Any) -> Any:
-    """What the user's function returns, wherever it runs. A CancelledError of its own making is an error like any."""
-    try:
-        result = fn(*args) if fn.is_async else await _in_thread(fn, *args)
-        return await result if inspect.isawaitable(result) else result
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # ours: the deadline, or the end of the run
-            raise
-        raise RuntimeError(f"CancelledError: {error}").with_traceback(error.__traceback__) from None
-
-
-def _in_thread(fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-    """Call `fn` in a thread of its own, not a pool's: one that hangs must hold no slot and not stop the exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled at the deadline
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = fn(*args)
-        except BaseException as error:  # carried to the loop, where it is raised again
-            failure = error
-            if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
-                # the future could not hold it, or it would end the loop
-                failure = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="agent", daemon=True).start()
-    return future
 
 
 def _failed(why: TerminationReason, reason: str) -> Episode:

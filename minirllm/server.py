@@ -10,12 +10,16 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import resource
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,8 +31,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minirllm.dialects import DIALECTS, Dialect
 from minirllm.dialects.openai import error as openai_error
-from minirllm.errors import EngineError, RequestError, Unauthorized, UserError
-from minirllm.exchange import ClientGone, Exchange, decode_json, read_body
+from minirllm.errors import EngineError, QuotaExceeded, RequestError, Stalled, Unauthorized, UserError
+from minirllm.exchange import STALLED, ClientGone, Exchange, decode_json, read_body
 from minirllm.session import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ MAX_HEADERS = 64 * 2**10  # bytes
 KEEP_ALIVE = 5.0  # seconds between events of a silent stream; the most impatient client's timer is 120 s
 IDLE_CONNECTION = 75  # seconds; longer than most clients pool a connection, so that they close first
 INTERNAL = "Internal error; see the server's log."
+SPARE = 100  # calls of one session that may be open or refused besides its quota: mistakes, retries
 SHUTDOWN = 1  # seconds that answers in flight get
 
 
@@ -68,6 +73,15 @@ class Endpoint:
             raise RequestError(f"This server serves sessions only: {base}.", status=404)
         check_key(authorization, session.key)
         return session
+
+    def admit(self, session: Session) -> None:
+        """Raises QuotaExceeded, before its body is read, for a call of a session that has more calls open than it may
+        make, or was refused as often: an agent that floods costs little."""
+        calls = sum(exchange.session is session for exchange in self.exchanges)
+        if max(calls, session.refused) >= session.max_calls + SPARE:
+            session.refused += 1
+            counts = f"{calls} open and {session.refused} refused calls"
+            raise QuotaExceeded(f"Session {session.id!r} may make {session.max_calls} model calls and has {counts}.")
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self.model})
@@ -153,11 +167,17 @@ class ModelRoute:
         self.endpoint.exchanges.add(exchange)
         try:
             session = self.endpoint.session(scope["path_params"].get("sid"), headers.get("authorization"))
+            self.endpoint.admit(session)
+            exchange.session = session
             body = await read_body(headers, receive, self.endpoint.max_body)
             await exchange.run(session, self.dialect.parse(decode_json(body)))
         except ClientGone:
             logger.debug("client left: %s", scope["path"])
         except RequestError as problem:
+            if exchange.session is not None:
+                exchange.session.refused += 1
+            if isinstance(problem, Stalled):
+                logger.warning("%s: %s", scope["path"], problem)
             await exchange.fail(problem)
         except UserError as problem:
             await exchange.fail(RequestError(str(problem)))
@@ -237,10 +257,23 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
+    """When half of the files that the process may open are connections, one without a request gives way."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            others = (c for c in self.connections if c is not self and isinstance(c, _Connection))
+            next((c for c in others if c.cycle is None or c.cycle.response_complete), self).transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Of one that was reset uvicorn keeps the timer, and so the connection and its last request, to the end."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def stalls(self) -> bool:
+        """Does its client keep us waiting: for the rest of a request, or until it reads what we have sent?"""
+        unsent = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and self.timeout_keep_alive_task is None
+        return unsent or self.transport.get_write_buffer_size() > 0
 
 
 class Server:
@@ -250,6 +283,7 @@ class Server:
         self.app = app
         self._uvicorn: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen (port 0: a free one); returns the base URL without ``/v1``. Raises UserError if the port is taken."""
@@ -281,12 +315,21 @@ class Server:
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.005)
+        self._sweeper = asyncio.create_task(self._sweep(self._uvicorn.server_state.connections))
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def _sweep(self, connections: set[Any]) -> None:
+        """Close connections whose clients keep us waiting for longer than STALLED: uvicorn would wait for ever."""
+        since: WeakKeyDictionary[_Connection, float] = WeakKeyDictionary()
+        while True:
+            await asyncio.sleep(STALLED / 4)
+            _close_stalled(connections, since)
 
     async def close(self) -> None:
         """End calls in flight (their clients get an error), then whatever hangs. May be called twice."""
-        if self._uvicorn is None or self._task is None:
+        if self._uvicorn is None or self._task is None or self._sweeper is None:
             return
+        self._sweeper.cancel()
         for exchange in list(self.app.state.endpoint.exchanges):
             exchange.stop()
         answering = self._uvicorn.server_state.tasks
@@ -297,3 +340,14 @@ class Server:
         self._uvicorn.should_exit = True
         await self._task
         self._uvicorn = None
+
+
+def _close_stalled(connections: set[Any], since: WeakKeyDictionary[_Connection, float]) -> None:
+    now = time.monotonic()
+    for connection in list(connections):
+        if not connection.stalls():
+            since.pop(connection, None)
+        elif now - since.setdefault(connection, now) >= STALLED:
+            where = connection.scope["path"] if connection.scope else "no request yet"
+            logger.warning("a client neither sent nor read for %.3g s (%s): closed", now - since[connection], where)
+            connection.transport.abort()

@@ -18,11 +18,9 @@ import re
 import secrets
 import sys
 import time
-from array import array
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirllm.conversation import Answer, Conversations, Match
@@ -36,7 +34,7 @@ from minirllm.errors import (
     UnknownSession,
     UserError,
 )
-from minirllm.inflight import Flight, OnDelta, Sample, identity, shown_tools
+from minirllm.inflight import Flight, OnDelta, Sample, identify, identity, prompt_digest, shown_tools
 from minirllm.renderer import Renderer
 from minirllm.tree import TokenTree
 from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step
@@ -67,26 +65,12 @@ CLOSED_KEPT = 10_000  # ids of closed sessions whose late calls are told so; of 
 _RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
 
 
-def prompt_digest(prompt_ids: Iterable[int]) -> bytes:
-    """What a prompt is known by."""
-    return blake2b(array("q", prompt_ids).tobytes()).digest()
-
-
-def identify(seed_parts: tuple[Any, ...], digest: bytes, nth: int, index: int) -> tuple[str, int]:
-    """(call id, request seed) of choice `index` of a prompt that was sent `nth` times before in its session.
-
-    Both come of one hash: who knows a call's id can find out its seed again, and that neither was changed.
-    """
-    noise = blake2b(digest + repr((seed_parts, nth, index)).encode(), digest_size=16).digest()
-    return noise[8:].hex(), int.from_bytes(noise[:8], "big") >> 1
-
-
 @dataclass(eq=False)
 class Session:
     """Everything that one rollout (or one served client) says to the model. All methods run on the event loop."""
 
     id: str
-    key: str  # the bearer key its clients must show
+    key: str = field(repr=False)  # the bearer key its clients must show
     engine: Engine
     renderer: Renderer
     model: str  # the name replies carry
@@ -96,6 +80,7 @@ class Session:
     default_temperature: float = 1.0  # when a request has none and nothing is enforced
     max_calls: int = 200
     max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
+    max_streams: int = 16  # samples in the engine at once; more wait here, in the order in which they came
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -111,6 +96,9 @@ class Session:
         self._sent: dict[bytes, set[int]] = {}  # digest of a prompt -> the `nth` of its answered and running requests
         self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
         self._requests = 0
+        self._streams = asyncio.Semaphore(self.max_streams)
+        self.refused = 0  # calls that were: too many end the session's patience, see server
+        self._idle_since = time.monotonic()
 
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
         """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they are sampled.
@@ -143,6 +131,12 @@ class Session:
         except EngineError as error:
             self.failure = error
             raise
+
+    def waiting(self) -> str:
+        """What its client waits for, and since when."""
+        flying = [flight.began for flight in self._flights if not flight.done]
+        what = f"{len(flying)} unanswered model call(s), the first" if flying else "no unanswered model call"
+        return f"{what} since {time.monotonic() - min(flying, default=self._idle_since):.3g} s"
 
     def delivered(self, reply_id: str) -> None:
         """The answer with this `ModelReply.id` reached its client: an equal request is a new sample from now on."""
@@ -236,15 +230,19 @@ class Session:
         return Match(parent), ids, "extended" if parent else "conversations"
 
     def _room(self, prompt_length: int, n: int) -> int:
-        """How many tokens may follow the prompt in the window."""
+        """How many tokens may follow the prompt, in the window and in what is left of the quota."""
         room = self.engine.max_context - prompt_length
         if room < 1:
             raise ContextOverflow(self.engine.max_context, prompt_length)
-        limit = self.max_tokens_total
-        if limit is not None and self.tokens_used + n * (prompt_length + 1) > limit:
-            used = f"has used {self.tokens_used}, and this call needs more"
+        if (limit := self.max_tokens_total) is None:
+            return room
+        flying = [flight for flight in self._flights if not flight.done]
+        taken = sum(len(f.samples) * (len(f.prompt_ids) + (f.params.max_tokens or 0)) for f in flying)
+        share = (limit - self.tokens_used - taken) // n - prompt_length
+        if share < 1:
+            used = f"has used {self.tokens_used}, calls in flight may take {taken}, and this call needs more"
             raise QuotaExceeded(f"Session {self.id!r} may use {limit} tokens, {used}.")
-        return room
+        return min(room, share)
 
     def _params(self, request: ModelRequest, room: int) -> tuple[SamplingParams, dict[str, Any]]:
         """(what the engine is told, what of the request was replaced)."""
@@ -285,13 +283,15 @@ class Session:
         return ModelReply(flight.reply_id, self.model, int(self.clock()), flight.prompt_ids, choices, flight.overridden)
 
     async def _generate(self, flight: Flight, index: int) -> Completion:
-        completion = await self.engine.generate(
-            flight.prompt_ids,
-            flight.params,
-            flight.samples[index].seed,
-            stop=self.renderer.stop_check(flight.params.stop),
-            on_token=lambda token: flight.token(index, token),
-        )
+        async with self._streams:
+            completion = await self.engine.generate(
+                flight.prompt_ids,
+                flight.params,
+                flight.samples[index].seed,
+                stop=self.renderer.stop_check(flight.params.stop),
+                on_token=lambda token: flight.token(index, token),
+            )
+        self._idle_since = time.monotonic()
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise EngineError("The engine ended a call without an answer.")
         assert len(flight.samples[index].tokens) == len(completion.token_ids), "the engine reports every token"
@@ -368,8 +368,8 @@ class Sessions:
     def create_open(self, key: str) -> Session:
         """The session of calls that name none, shared by the bearers of `key`; a fresh one when it has grown large."""
         if self._shared is None or self._shared.tokens_used > SHARED_TOKENS:
-            settings = {"seed_parts": ("shared", self._shared_count), "max_calls": sys.maxsize}
-            self._shared = self._new("shared", key, settings)
+            free = dict.fromkeys(("max_calls", "max_streams"), sys.maxsize)
+            self._shared = self._new("shared", key, {"seed_parts": ("shared", self._shared_count), **free})
             self._shared_count += 1
         return self._shared
 

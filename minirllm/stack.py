@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minirllm import checkpoint, models
+from minirllm import checkpoint, models, watchdog
 from minirllm.config import Config, find
 from minirllm.engines import ENGINES, Engine
 from minirllm.errors import CheckpointError, ConfigError
@@ -70,9 +70,11 @@ async def serving(
         default_temperature=config.eval_temperature,
         max_calls=config.max_calls,
         max_tokens_total=config.max_session_tokens or None,
+        max_streams=config.max_streams,
     )
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
-    server = Server(build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key))
+    app = build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key, max_body=config.max_body)
+    server = Server(app)
     try:
         if training and policy.device.type == "cuda":
             await policy.run(rehearse, policy, config)
@@ -112,7 +114,9 @@ def _load(
         raise ConfigError(f"date must be like 2026-01-31, got {config.date!r}.") from None
     renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids), today=today)
     policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
-    return loaded, policy, find("engine", config.engine, ENGINES)(policy, config), renderer
+    engine = find("engine", config.engine, ENGINES)(policy, config)
+    renderer.limit = engine.max_context
+    return loaded, policy, engine, renderer
 
 
 def serve(
@@ -136,7 +140,7 @@ def serve(
             ready(f"{stack.base_url}/v1")
             await asyncio.Event().wait()
 
-    asyncio.run(forever())
+    watchdog.run(forever())
 
 
 def _checkpoint(folder: Path) -> Path:

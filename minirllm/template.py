@@ -106,8 +106,8 @@ class ChatTemplate:
     def masked(self, messages: Sequence[Message], count: int, tools: Tools = ()) -> tuple[list[Message], list[str]]:
         """The messages, assistant turns among the first `count` replaced by words that occur nowhere; those words."""
         texts = list(_all_texts(messages, tools))
-        stems = (f"TURN{salt}X" for salt in itertools.count())
-        stem = next(stem for stem in stems if not any(stem in text for text in texts))
+        taken = {salt for text in texts for salt in re.findall(r"TURN(\d+)X", text)}  # one pass: there may be many
+        stem = next(f"TURN{salt}X" for salt in itertools.count() if str(salt) not in taken)
         masked, words = list(_numbered(messages)), []
         for index, message in enumerate(masked[:count]):
             if message.role == "assistant":

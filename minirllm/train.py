@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minirllm import algorithms, batch, checkpoint, evaluate
+from minirllm import algorithms, batch, checkpoint, evaluate, watchdog
 from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, LedgerError, UserError
@@ -237,7 +237,7 @@ def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool =
         with interruptible() as interrupt:
             return await train(task, config, resume=resume, quiet=quiet, stop=lambda: interrupt.asked)
 
-    return asyncio.run(work())
+    return watchdog.run(work())
 
 
 if __name__ == "__main__":  # the command line with its options, without importing the row below this one

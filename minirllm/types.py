@@ -276,7 +276,7 @@ class AgentConfig:
 
     base_url: str  # ends in /v1
     model: str
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     session_uid: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     is_validation: bool = False

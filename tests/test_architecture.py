@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors interrupt linear machine types",
+    "attention errors interrupt linear machine types watchdog",
     "client config conversation dialects exactness files head returns syntaxes tree",
     "algorithms flow models policy store template trackers",
     "batch checkpoint engines log renderer rewards",
@@ -54,10 +54,10 @@ OUTSIDE = {
 }
 
 # where a rollout becomes data, where a request becomes an error response, where a grader in its own process does
-BROAD = {"minirllm/rollouts.py", "minirllm/server.py", "minirllm/rewards/process.py"}
+BROAD = {"minirllm/rollouts.py", "minirllm/watchdog.py", "minirllm/server.py", "minirllm/rewards/process.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 5900  # lines of code; the goal is 5,000, which is missed: there are 5,825 with interrupts
+MAX_CORE = 6100  # lines of code; the goal is 5,000, which is missed: there are 6,035 with the watchdog and the quotas
 
 
 def sources() -> list[Path]:

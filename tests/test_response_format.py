@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -92,3 +93,59 @@ def test_a_wrong_format_is_refused(response_format, param) -> None:
     with pytest.raises(RequestError) as caught:
         parse(response_format=response_format)
     assert caught.value.param == param
+
+
+# ---- schemas that take time ----
+
+LONG = "choice 0: the schema takes too long to check"
+
+
+def following(schema: dict[str, Any], value: Any) -> str | None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return said(Message("assistant", json.dumps(value)), response_format=form)
+
+
+def laughs(levels: int) -> dict[str, Any]:
+    """A schema in which every reference is followed twice: 2 ** levels checks."""
+    definitions: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return {"$defs": {**definitions, f"d{levels}": {}}, "$ref": "#/$defs/d0"}
+
+
+def searched(size: int) -> dict[str, Any]:
+    """One whose every reference is looked for in all of it."""
+    definitions: dict[str, Any] = {f"a{i}": {"properties": {}} for i in range(size)}
+    return {"items": {"$ref": "#x"}, "$defs": {**definitions, "b": {"$anchor": "x"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (laughs(60), 1),
+        (searched(1000), [1] * 1000),
+        ({"items": {"enum": list(range(3000))}}, [2999] * 3000),
+        ({"uniqueItems": True}, [{"a": i} for i in range(3000)]),
+    ],
+    ids=["doubles", "searches", "compares", "pairs"],
+)
+def test_a_check_without_end_is_given_up(schema: dict[str, Any], value: Any) -> None:
+    assert following(schema, value) == LONG
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (laughs(5), 1),
+        (searched(3), [1] * 100),
+        ({"items": {"enum": list(range(50))}}, [7] * 500),
+        ({"uniqueItems": True}, [{"a": i} for i in range(100)]),
+        ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}, {"p3": "x"}),
+    ],
+)
+def test_honest_schemas_are_followed(schema: dict[str, Any], value: Any) -> None:
+    assert following(schema, value) is None
+
+
+def test_a_schema_too_large_to_check_is_refused() -> None:
+    schema = {"properties": {f"p{i}": {"type": "string", "minLength": 1} for i in range(50_000)}}
+    with pytest.raises(RequestError, match="has more than 4000 values"):
+        parse(response_format={"type": "json_schema", "json_schema": {"schema": schema}})

@@ -261,7 +261,8 @@ async def test_many_calls_at_once_are_queued_never_refused(place: Place) -> None
     calls = [
         asyncio.create_task(place.post(body={"messages": [{"role": "user", "content": str(k)}]})) for k in range(60)
     ]
-    await until(lambda: place.engine.calls == 60)
+    await until(lambda: place.session.counters["calls"] == 60 and place.engine.calls == 16)
+    assert place.session.max_streams == 16  # the rest wait
     place.engine.gate.set()
     assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
     assert len(place.session.steps) == 60

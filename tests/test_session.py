@@ -14,7 +14,8 @@ from minirllm.errors import (
     UnknownSession,
     UserError,
 )
-from minirllm.session import Sessions, identify, prompt_digest
+from minirllm.inflight import identify, prompt_digest
+from minirllm.session import Sessions
 from minirllm.types import Delta, Message, ModelRequest, SamplingParams
 from tests.fake_engine import RENDERER, TOOL, FakeEngine, ask, chat, check, said, session
 

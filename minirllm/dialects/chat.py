@@ -44,10 +44,10 @@ def parse(body: Any) -> ModelRequest:
     top_logprobs = fields.integer("top_logprobs", 0, read.MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
-    messages = fields.list("messages")
+    messages = fields.list("messages", read.MAX_MESSAGES)
     if not messages:
         raise RequestError("messages must be a list with at least one message.", "messages")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.list("tools"))]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.list("tools", read.MAX_TOOLS))]
     params, asked = read.sampling(fields, top_logprobs)
     return ModelRequest(
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],

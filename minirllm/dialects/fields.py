@@ -13,7 +13,10 @@ from minirllm.errors import RequestError
 from minirllm.types import SamplingParams
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 MAX_STOPS = 16
+MAX_STOP = 256  # characters of one stop string: every token is compared with every beginning of it
 MAX_TOP_LOGPROBS = 20
 
 
@@ -85,11 +88,11 @@ class Fields:
             raise self.wrong(name, "a string")
         return value or ""
 
-    def list(self, name: str) -> list[Any]:
-        """A list; absent is empty."""
+    def list(self, name: str, most: int | None = None) -> list[Any]:
+        """A list of at most `most`; absent is empty."""
         value = self.get(name)
-        if value is not None and not isinstance(value, list):
-            raise self.wrong(name, "a list")
+        if value is not None and (not isinstance(value, list) or (most is not None and len(value) > most)):
+            raise self.wrong(name, "a list" if most is None else f"a list of at most {most}")
         return value or []
 
     def refuse(self, defaults: dict[str, Any], instead: dict[str, str] | None = None) -> None:
@@ -136,8 +139,10 @@ def sampling(fields: Fields, top_logprobs: int) -> tuple[SamplingParams, frozens
 def _stops(fields: Fields) -> tuple[str, ...]:
     stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise fields.wrong("stop", f"a non-empty string or a list of at most {MAX_STOPS} of them")
+    short = isinstance(stops, list) and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP for stop in stops)
+    if not short or len(stops) > MAX_STOPS:
+        kind = f"a string of 1 to {MAX_STOP} characters"
+        raise fields.wrong("stop", f"{kind} or a list of at most {MAX_STOPS} of them")
     return tuple(stops)
 
 

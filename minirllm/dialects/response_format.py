@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import SchemaError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
@@ -23,6 +23,35 @@ from minirllm.types import ModelReply
 _UNCHECKED = {"pattern", "patternProperties", "unevaluatedProperties", "$schema"}
 _HOLD_NAMES = {"properties", "$defs", "definitions", "dependentSchemas"}  # their keys are names, not keywords
 _HOLD_VALUES = {"enum", "const", "default", "examples"}
+_MOST_VALUES = 4_000  # in a schema: it takes 0.3 s to see that it is one
+_MOST_WORK = 50_000  # keywords and values looked at in one check, about 0.5 s: references can double it at every step
+
+
+class _TooMuch(Exception):
+    """The check would take too long."""
+
+
+def _validator(schema: Any, **options: Any) -> Any:
+    """A validator that raises _TooMuch when it has done `_MOST_WORK`."""
+    left, size = _MOST_WORK, _size(schema)
+
+    def counted(keyword: str, rule: Any) -> Any:
+        def check(validator: Any, value: Any, instance: Any, holder: Any) -> Any:
+            nonlocal left
+            left -= 1 + (len(value) if isinstance(value, dict | list) else 0)
+            if keyword == "uniqueItems" and isinstance(instance, list):
+                left -= len(instance) ** 2
+            if keyword in ("$ref", "$dynamicRef") and not str(value).startswith("#/"):
+                left -= size  # the whole schema is searched for an anchor
+            if left < 0:
+                raise _TooMuch
+            return rule(validator, value, instance, holder)
+
+        return check
+
+    rules = Draft202012Validator.VALIDATORS
+    kind = validators.extend(Draft202012Validator, {name: counted(name, rule) for name, rule in rules.items()})
+    return kind(schema, **options)
 
 
 def parse(fields: Fields) -> dict[str, Any] | None:
@@ -41,11 +70,20 @@ def parse(fields: Fields) -> dict[str, Any] | None:
     holder = Fields(form.get("json_schema"), "response_format.json_schema")
     schema = holder.get("schema")
     try:
+        if _size(schema) > _MOST_VALUES:
+            raise RequestError(f"{holder.path('schema')} has more than {_MOST_VALUES} values.", holder.path("schema"))
         Draft202012Validator.check_schema({} if schema is None else Fields(schema, holder.path("schema")).values)
     except (SchemaError, RecursionError) as problem:
-        why = problem.message if isinstance(problem, SchemaError) else "it is nested too deep"
+        why = problem.message[:500] if isinstance(problem, SchemaError) else "it is nested too deep"
         raise RequestError(f"{holder.path('schema')} is not a JSON schema: {why}", holder.path("schema")) from None
     return {"type": kind, "schema": _checkable(schema or {})}
+
+
+def _size(schema: Any) -> int:
+    """How many values it holds."""
+    if not isinstance(schema, dict | list):
+        return 1
+    return 1 + sum(map(_size, schema.values() if isinstance(schema, dict) else schema))
 
 
 def _checkable(schema: Any, names: bool = False) -> Any:
@@ -81,7 +119,9 @@ def _broken(text: str, form: dict[str, Any]) -> str | None:
         return None if isinstance(value, dict) else "JSON, but not an object"
     try:
         # an empty registry: a remote $ref is never fetched
-        first = next(Draft202012Validator(form["schema"], registry=Registry()).iter_errors(value), None)
+        first = next(_validator(form["schema"], registry=Registry()).iter_errors(value), None)
+    except _TooMuch:
+        return "the schema takes too long to check"
     except (Unresolvable, RecursionError, ValueError, ArithmeticError) as problem:
         return f"the schema cannot be followed: {type(problem).__name__}"
     return None if first is None else f"{first.json_path}: {first.message[:500]}"

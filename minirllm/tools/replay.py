@@ -25,9 +25,9 @@ from rich.console import Console
 from minirllm import algorithms, batch, checkpoint
 from minirllm.config import Config, from_mapping, nearest
 from minirllm.errors import LedgerError, UserError
+from minirllm.inflight import identify, prompt_digest
 from minirllm.log import MANIFEST, changes
 from minirllm.machine import machine
-from minirllm.session import identify, prompt_digest
 from minirllm.stack import Stack, serving
 from minirllm.tools.runs import Call, Run, calls, equal, page, part, write
 from minirllm.trainer import Trainer
