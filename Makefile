@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test smoke audit bench soak learning side-by-side vllm-rate
+.PHONY: setup check test properties smoke audit bench soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -25,6 +25,10 @@ check: | $(BIN)/python
 
 test: | $(BIN)/python
 	$(BIN)/python -m pytest -q
+
+# Half an hour: agents at random, thousands of them (tests/test_state_machine.py).
+properties: | $(BIN)/python
+	MINIRLLM_EXAMPLES=3000 $(BIN)/python -m pytest -q tests/test_state_machine.py
 
 smoke: | $(BIN)/python
 	$(BIN)/minirllm train tasks/smoke.py --model tiny

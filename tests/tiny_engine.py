@@ -49,6 +49,20 @@ async def serving(policy: Policy, **options: Any) -> AsyncIterator[HFEngine]:
         await engine.close()
 
 
+class Lane:
+    """The policy, but a forward waits for a permit and runs in the loop's own thread: every order can be repeated."""
+
+    def __init__(self, real: Policy):
+        self.real, self.permits = real, asyncio.Semaphore(1)  # one: for the allocation at the start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        await self.permits.acquire()
+        return fn(*args)
+
+
 def prompts(count: int, low: int, high: int, seed: int = 0, vocabulary: int = 256) -> list[list[int]]:
     chance = random.Random(seed)
     return [[chance.randrange(vocabulary) for _ in range(chance.randrange(low, high))] for _ in range(count)]
