@@ -307,8 +307,6 @@ BOMBS: dict[str, tuple[bytes, int]] = {
     "long stop": (body_of(stop=["a" * 257]), 400),
     "many stops": (body_of(stop=["a"] * 17), 400),
     "many choices": (body_of(n=129), 400),
-    "marks": (body_of(messages=[USER, {"role": "assistant", "content": "x"},
-                                {"role": "user", "content": " ".join(f"TURN{i}X" for i in range(200_000))}]), 400),
 }  # fmt: skip
 
 
