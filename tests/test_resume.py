@@ -92,7 +92,7 @@ def test_killed_in_the_middle_of_anything_it_resumes_to_the_same_weights(tmp_pat
 
 
 def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(tmp_path: Path, whole: Path) -> None:
-    process = start(tmp_path, "r", "--set", "save_every=100", DELAY="0.2")
+    process = start(tmp_path, "r", "--set", "save_every=100", DELAY="3")
     folder = tmp_path / "r"
     wait_until(lambda: (folder / "episodes").is_dir() and len(episodes(folder, 1)) > 2, process)
     os.killpg(process.pid, signal.SIGINT)  # agents and graders are in the middle of it
@@ -115,7 +115,7 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(tmp_path: Path,
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
 def test_a_second_ctrl_c_or_sigterm_stops_at_once(tmp_path: Path, whole: Path, signals: list[signal.Signals]) -> None:
-    process = start(tmp_path, "r", DELAY="3")
+    process = start(tmp_path, "r", DELAY="10")
     folder = tmp_path / "r"
     wait_until(lambda: (folder / "episodes").is_dir() and len(episodes(folder, 1)) > 0, process)
     for number in signals:
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(copy: Path, dam
 
 
 def test_a_second_process_on_a_run_is_refused_and_a_dead_one_is_no_obstacle(tmp_path: Path, whole: Path) -> None:
-    first = start(tmp_path, "r", DELAY="1")
+    first = start(tmp_path, "r", DELAY="10")  # it lasts, however long the second takes to start
     folder = tmp_path / "r"
     wait_until(lambda: (folder / "episodes").is_dir() and len(episodes(folder, 1)) > 0, first)
     second = run(tmp_path, "r", "--resume")
