@@ -108,9 +108,9 @@ class RunLog:
                 self.warn(f"Resumed with changes, so the bits may differ from an uninterrupted run: {listed}.")
         write_whole(path, json.dumps(new, indent=1) + "\n")
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """The resumption has succeeded: the configuration is written. Drops, and returns, the rows after `step`, and a
-        torn last line: a resumed run writes them again."""
+    def rewind(self, step: int) -> None:
+        """The resumption has succeeded: the configuration is written. Drops the rows after `step`, and a torn last
+        line: a resumed run writes them again."""
         write_whole(self.folder / CONFIG, self.config.to_toml())
         manifest = read_json(self.folder / MANIFEST) if (self.folder / MANIFEST).exists() else {}
         if "resumed" in manifest:
@@ -119,7 +119,6 @@ class RunLog:
         path = self.folder / METRICS
         rows = read_metrics(path) if path.exists() else []
         write_whole(path, "".join(_line(row) for row in rows if row["step"] <= step))
-        return [row for row in rows if row["step"] > step]
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """One row, on disk when this returns; one line on the console, and a sentence when nothing could be learned.

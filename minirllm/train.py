@@ -35,6 +35,8 @@ from minirllm.store import EpisodeStore
 from minirllm.trainer import Trainer
 from minirllm.types import Episode, Task
 
+WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampled it
+
 
 async def train(
     task: TaskModule,
@@ -75,7 +77,7 @@ class _Run:
         self.store, self.checkpoints = EpisodeStore(log.folder / "episodes"), log.folder / "checkpoints"
         self.stop = stop
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
-        self.before: dict[int, str] = {}  # by step: the weights that an interrupted run came to
+        self.digest = ""  # of the weights that sample now
 
     async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
         """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number.
@@ -83,6 +85,7 @@ class _Run:
         config = self.config
         row: dict[str, Any] = {}
         done = await self.restore() if resume else 0
+        self.digest = await self.stack.policy.run(self.stack.policy.weights_sha256)
         if done == 0 and held_out and not self.stop():
             row = {"step": 0, **await self.evaluate(held_out, 0)}
             await asyncio.to_thread(self.log.step, row)
@@ -99,7 +102,7 @@ class _Run:
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
-            digest, last = await self.stack.policy.run(self.stack.policy.weights_sha256), step == config.steps
+            self.digest = await self.stack.policy.run(self.stack.policy.weights_sha256)
             row = {
                 "step": step,
                 **learned.metrics,
@@ -109,26 +112,30 @@ class _Run:
                 "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
                 "seconds_generate": generated - began,
                 "weight_version": self.stack.policy.version,
-                "weights_sha256": digest,
+                "weights_sha256": self.digest,
             }
+            last = step == config.steps
             if held_out and (last or (config.eval_every and step % config.eval_every == 0)):
                 row |= await self.evaluate(held_out, step)
             row["seconds_step"] = time.perf_counter() - began
             await asyncio.to_thread(self.log.step, row)
             if self.trainer.problem:
                 self.log.warn(self.trainer.problem)
-            if self.before.get(step, digest) != digest:  # what it had sampled after this step is off policy now
-                await asyncio.to_thread(self.store.drop_after, step)
             if last or step % config.save_every == 0 or step == self.best["step"] or self.stop():
                 await self.save(step)
         return row
 
     async def rollouts(self, step: int, tasks: list[Task]) -> tuple[list[Episode], float]:
         """`group_size` episodes of each of the step's tasks, in task order. What a killed run had finished is kept, and
-        its failed attempts count: the second value is how many tokens those episodes have that were kept."""
+        its failed attempts count, unless other weights sampled it or its options asked for other rollouts: the second
+        value is how many tokens those episodes have that were kept."""
         scheduled = schedule(tasks, self.config, step)
         wanted = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
         attempts = await asyncio.to_thread(self.store.attempts, step)
+        keys = {(job.task.id, job.rollout_idx) for job in wanted}
+        if any(e.metadata.get(WEIGHTS) != self.digest for e in attempts.values()) or not keys >= attempts.keys():
+            await asyncio.to_thread(self.store.drop_after, step - 1)
+            attempts = {}
         finished = {key: episode for key, episode in attempts.items() if not episode.retried}
         missing = [
             job.after(attempts[key]) if key in attempts else job
@@ -143,6 +150,7 @@ class _Run:
                 await asyncio.to_thread(self.store.append, step, episode)
 
         def save(episode: Episode) -> None:
+            episode.metadata[WEIGHTS] = self.digest
             writes.append(asyncio.ensure_future(write(episode)))
 
         def done(episode: Episode) -> None:
@@ -209,8 +217,7 @@ class _Run:
             done, self.best = extra["step"], extra["best"]
         after = f"Resuming after step {done} of {self.config.steps}."
         self.log.say(after if done else "There is no checkpoint yet: starting from step 1.")
-        dropped = await asyncio.to_thread(self.log.rewind, done if done else -1)
-        self.before = {row["step"]: row["weights_sha256"] for row in dropped if "weights_sha256" in row}
+        await asyncio.to_thread(self.log.rewind, done if done else -1)
         return done
 
 

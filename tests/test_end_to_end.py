@@ -124,12 +124,24 @@ def test_resumed_with_another_learning_rate_it_samples_anew_what_other_weights_h
     train.run(task, Config(**options), quiet=True)
     before = [content(tmp_path, "r", step) for step in (1, 2)]
     shutil.rmtree(tmp_path / "r/checkpoints")
-    train.run(task, Config(**{**options, "lr": 5e-3}), resume=True, quiet=True)
+    changed = Config(**{**options, "lr": 5e-3})
+    asyncio.run(train.train(task, changed, resume=True, quiet=True, stop=lambda: True))  # interrupted once more
+    train.run(task, changed, resume=True, quiet=True)
     rows = read_metrics(tmp_path / "r/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["mismatch_max"] for row in rows) <= 1e-4  # every step learned from samples of its own weights
     assert content(tmp_path, "r", 1) == before[0]
     assert content(tmp_path, "r", 2) != before[1]
+
+
+def test_resumed_with_fewer_rollouts_a_step_holds_no_others(tmp_path: Path) -> None:
+    task = flow.load_task(TASK)
+    options = {**task.defaults, "runs_dir": str(tmp_path), "run": "r", "steps": 1}
+    train.run(task, Config(**options), quiet=True)
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    train.run(task, Config(**{**options, "group_size": 3}), resume=True, quiet=True)
+    (row,) = read_metrics(tmp_path / "r/metrics.jsonl")
+    assert len(EpisodeStore(tmp_path / "r/episodes").finished(1)) == row["episodes"] == 9
 
 
 def test_a_task_file_changed_before_resuming_is_said(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_used_folder_needs_resume_and_keeps_what_it_has(tmp_path):
     with RunLog(tmp_path / "r", Config(lr=1e-5), resume=True, console=console()) as run:
         run.manifest(level="exact", threads=1)
         assert "lr = 0.0003" in (tmp_path / "r" / "config.toml").read_text()  # until the resumption has succeeded
-        assert [row["step"] for row in run.rewind(1)] == [2, 3]
+        run.rewind(1)
         assert "lr = 1e-05" in (tmp_path / "r" / "config.toml").read_text()
         run.step({"step": 2, "loss": 20.0})
     assert log.read_metrics(metrics) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 20.0}]

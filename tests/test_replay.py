@@ -330,18 +330,21 @@ def test_repeated_stopped_unclaimed_and_cut_off_calls_are_sampled_again(tmp_path
     assert seed_of(found, Call(one.id, [*one.prompt_ids, 5], [], []), 200) is None
 
     def cut(episode: dict[str, Any]) -> None:
-        node = first_sampled(episode)
-        node |= {"tokens": node["tokens"][:1], "logprobs": node["logprobs"][:1], "aborted": True, "weight_version": -1}
-        del episode["trajectories"][0]
+        aborted = (node for node in episode["tree"]["nodes"] if node.get("aborted"))
+        node = next(aborted, None) or first_sampled(episode)
+        node |= {"tokens": node["tokens"][:kept], "logprobs": node["logprobs"][:kept]}
+        node |= {"aborted": True, "weight_version": -1}
+        episode["trajectories"] = episode["trajectories"][-1:]
 
     line = next(
         place for place, text in enumerate((tmp_path / "r" / EPISODES).read_text().splitlines())
         if json.loads(text)["id"] == found.id
     )  # fmt: skip
-    edit(tmp_path / "r" / EPISODES, line, cut)
-    assert len(calls(recorded(tmp_path / "r", 1))[1].token_ids) == 1
-    same, text = replayed(tmp_path / "r", episode=found.id)
-    assert same, text
+    for kept in (1, 0):  # the client left after a token, or before the first
+        edit(tmp_path / "r" / EPISODES, line, cut)
+        assert len(calls(recorded(tmp_path / "r", 1))[1].token_ids) == kept
+        same, text = replayed(tmp_path / "r", episode=found.id)
+        assert same, text
 
 
 def test_the_command_exits_0_or_1_or_says_in_one_line_what_is_wrong(run: Path) -> None:

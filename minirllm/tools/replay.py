@@ -283,6 +283,8 @@ class _Replay:
         seed = seed_of(episode, call, self.held.config.max_calls)
         if seed is None:
             return None
+        if params.max_tokens == 0:  # its client left before the first token: there is nothing to compare
+            return Completion([], [], "abort", call.version, call.temperature)
         stop = stack.renderer.stop_check(params.stop)
         return await stack.engine.generate(call.prompt_ids, params, seed, stop=stop)
 
