@@ -309,21 +309,20 @@ def _lock(folder: Path) -> TextIO:
     """An open file that holds the folder's lock until it is closed or the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
+        with ExitStack() as undo:
+            file = undo.enter_context((folder / "lock").open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"{folder} is in use by process {file.read().strip()}: wait for it, or name another run with --run."
+                ) from None
+            file.truncate(0)
+            os.write(file.fileno(), str(os.getpid()).encode())  # nothing is left to be flushed when the disk is full
+            undo.pop_all()
     except OSError as error:
         raise UserError(f"Cannot use run folder {folder}: {why(error)}.") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        raise UserError(
-            f"{folder} is in use by process {holder}: wait for it, or name another run with --run."
-        ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
     return file
 
 
