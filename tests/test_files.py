@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import sha256, sync, write_whole
+from minirllm.log import RunLog
 
 
 def test_a_file_is_written_whole_and_read_back(tmp_path: Path) -> None:
@@ -60,3 +64,15 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"Cannot write .*file/a\.txt: [A-Z][a-z ]*\.$"):  # nothing to advise
         write_whole(tmp_path / "file" / "a.txt", "text")
+
+
+def test_a_run_folder_whose_lock_cannot_be_written_is_refused_in_a_sentence_and_let_go(tmp_path: Path) -> None:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(UserError, match=r"Cannot use run folder .*: File too large"):
+            RunLog(tmp_path / "r", Config())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    RunLog(tmp_path / "r", Config()).close()
