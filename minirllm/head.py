@@ -89,7 +89,7 @@ class _Score(torch.autograd.Function):
             entropy.append(-(logprob_NV.exp() * logprob_NV).sum(-1))
             if ctx.needs_input_grad[0]:
                 slope_NV = _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows])
-                slope.append(linear.product(slope_NV, weight_VE.float().t()).to(hidden_NE.dtype))
+                slope.append(linear.input_gradient(slope_NV, weight_VE.float()).to(hidden_NE.dtype))
         ctx.head = head
         ctx.save_for_backward(hidden_NE, token_N, temperature_N, torch.cat(slope) if slope else None)
         entropy_N = torch.cat(entropy)

@@ -21,6 +21,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 SMALLEST = 50_000  # numbers in a weight that oneDNN multiplies with
+LONGEST = 1024  # numbers that it adds up in a gradient
 
 
 def available(weight: Tensor) -> bool:
@@ -35,6 +36,11 @@ def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
         return F.linear(x_TI, weight_OI, bias_O)
     out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
     return out_TO
+
+
+def input_gradient(grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+    """``grad @ weight``. MKL adds up long sums, in blocks and so more exactly: oneDNN adds number after number."""
+    return grad_TO @ weight_OI if len(weight_OI) > LONGEST else product(grad_TO, weight_OI.t())
 
 
 def packed(weight_OI: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (grad_TO,), (x_TI, weight_OI) = gradients, ctx.saved_tensors
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        grad_TI = product(grad_TO, weight_OI.t()) if wants_input else None
+        grad_TI = input_gradient(grad_TO, weight_OI) if wants_input else None
         grad_OI = grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2) if wants_weight else None
         return grad_TI, grad_OI, grad_TO.flatten(0, -2).sum(0) if wants_bias else None, None
 
@@ -144,7 +150,7 @@ class _Adapted(torch.autograd.Function):
         thin_grad_TR = (grad_TO @ b_OR).mul_(ctx.scaling)
         grad_TI = None
         if ctx.needs_input_grad[0]:
-            grad_TI = product(grad_TO, weight_OI.t()).addmm_(thin_grad_TR, a_RI).view_as(x_TI)
+            grad_TI = input_gradient(grad_TO, weight_OI).addmm_(thin_grad_TR, a_RI).view_as(x_TI)
         grad_a_RI = thin_grad_TR.t() @ rows_TI
         grad_b_OR = (grad_TO.t() @ thin_TR).mul_(ctx.scaling)
         return grad_TI, None, None, None, grad_a_RI, grad_b_OR, None
