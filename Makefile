@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test properties smoke audit bench soak learning side-by-side vllm-rate
+.PHONY: setup check test properties smoke audit bench bench-reproducibility soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -46,6 +46,14 @@ bench: | $(BIN)/python
 soak: | $(BIN)/python
 	mkdir -p $(BASELINES)
 	$(BIN)/python benchmarks/soak.py --out $(BASELINES)/soak.json
+
+# Half an hour: kills and resumptions, the soak, and whether TRL repeats itself.
+bench-reproducibility: .venv-trl/installed | $(BIN)/python
+	$(BIN)/python benchmarks/reproducibility.py kills
+	$(MAKE) soak
+	.venv-trl/bin/python benchmarks/peers/trl_repeat.py --prompts 2 --group 4 --new-tokens 16 --steps 4 \
+		$$($(BIN)/python -c 'from minirllm import models; print(models.resolve("smollm2-135m").path)') \
+		> $(BASELINES)/trl_repeat.json
 
 # Hours: three tasks, three seeds each.
 learning: | $(BIN)/python

@@ -13,8 +13,8 @@ from minirllm.client import chat
 from minirllm.flow import import_path
 
 DEFAULTS = {
-    "model": "smollm2-135m", "steps": 80, "batch_size": 16, "group_size": 8, "lr": 3e-4, "max_tokens": 12,
-    "eval_every": 20, "eval_tasks": 64, "save_every": 20,
+    "model": "smollm2-135m", "steps": 60, "batch_size": 32, "group_size": 8, "lr": 3e-4, "lr_schedule": "linear",
+    "max_tokens": 12, "eval_every": 15, "eval_tasks": 128, "save_every": 15,
 }  # fmt: skip
 words = import_path(Path(__file__).with_name("_words.py"))
 EXAMPLES = ("cat", "sun", "tree")
