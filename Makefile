@@ -31,7 +31,8 @@ properties: | $(BIN)/python
 	MINIRLLM_EXAMPLES=3000 $(BIN)/python -m pytest -q tests/test_state_machine.py
 
 smoke: | $(BIN)/python
-	$(BIN)/minirllm train tasks/smoke.py --model tiny
+	rm -rf runs/make-smoke
+	$(BIN)/minirllm train tasks/smoke.py --model tiny --run make-smoke
 
 # What follows writes benchmarks/baselines/*.json; nothing else should run on the machine meanwhile.
 
