@@ -6,7 +6,7 @@ how two messages are compared (given as `same`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,36 +42,45 @@ class Match:
 
 
 class Conversations:
-    """All conversations of one session, each message stored once. `same` must be an equivalence."""
+    """All conversations of one session, each call behind the one it continues.
+
+    `same` says of a message and one sent back later whether the second is the first. Clients do not send back all that
+    they got, so a request may repeat several calls; it continues the one it repeats most literally, and of equal ones
+    always the same, whatever the order in which they were recorded.
+    """
 
     def __init__(self, same: Callable[[Message, Message], bool]):
         self._same = same
         self._root = _Turn(Message("root"))
+        self._turns: dict[str, _Turn] = {}  # call id -> the turn of its answer
 
     def match(self, messages: list[Message], tools: list[dict[str, Any]]) -> Match:
         """The call to continue; at least one message is left over for `added`. Calls with other tools do not count."""
-        turn, parent, depth, edited = self._root, None, 0, False
+        reached = [(0, self._root)]  # turns that say what was sent so far, and how many of their messages are not equal
+        parent, depth, edited = None, 0, False
         for index, message in enumerate(messages[:-1], 1):
-            following = self._find(turn, message)
-            if following is None:
-                edited = message.role == "assistant" and any(child.answers for child in turn.children)
+            children = [(unlike, child) for unlike, turn in reached for child in turn.children]
+            reached = [
+                (unlike + (child.message != message), child)
+                for unlike, child in children
+                if child.message == message or self._same(child.message, message)
+            ]
+            if not reached:
+                edited = message.role == "assistant" and any(child.answers for _, child in children)
                 break
-            turn = following
-            answers = [answer for answer in turn.answers if answer.tools == tools]
-            if answers:  # several samples may say the same: prefer equal tool call ids, then any, but always the same
-                parent, depth = min(answers, key=lambda answer: (answer.message != message, answer.call_id)), index
+            answers = [(unlike, a.call_id, a) for unlike, turn in reached for a in turn.answers if a.tools == tools]
+            if answers:
+                parent, depth = min(answers, key=lambda answer: answer[:2])[2], index
         return Match(parent, messages[depth:], edited)
 
-    def record(self, messages: Iterable[Message], answer: Answer) -> None:
-        """`answer` was sampled in reply to `messages`."""
-        turn = self._root
-        for message in (*messages, answer.message):
-            following = self._find(turn, message)
+    def record(self, match: Match, answer: Answer) -> None:
+        """`answer` was sampled in reply to the request that `match` is of."""
+        turn = self._turns[match.parent.call_id] if match.parent else self._root
+        for message in (*match.added, answer.message):
+            following = next((child for child in turn.children if child.message == message), None)
             if following is None:
                 following = _Turn(message)
                 turn.children.append(following)
             turn = following
         turn.answers.append(answer)
-
-    def _find(self, turn: _Turn, message: Message) -> _Turn | None:
-        return next((c for c in turn.children if c.message == message or self._same(c.message, message)), None)
+        self._turns[answer.call_id] = turn

@@ -183,18 +183,17 @@ class Renderer:
 
         return check
 
-    def same(self, a: Message, b: Message) -> bool:
-        """Whether two messages are one, echoed: outer white space, the spelling of JSON, ids and names do not count.
+    def same(self, said: Message, sent: Message) -> bool:
+        """Whether `sent` is `said`, sent back: outer white space, the spelling of JSON, ids and names do not count.
 
-        Reasoning counts only where both have some: many clients do not send it back.
+        Reasoning may be left out, as many clients do.
         """
-        thoughts = {one.reasoning.strip() for one in (a, b)} - {""}
         return (
-            a.role == b.role
-            and a.content.strip() == b.content.strip()
-            and len(thoughts) < 2
-            and len(a.tool_calls) == len(b.tool_calls)
-            and all(map(same_call, a.tool_calls, b.tool_calls))
+            said.role == sent.role
+            and said.content.strip() == sent.content.strip()
+            and sent.reasoning.strip() in ("", said.reasoning.strip())
+            and len(said.tool_calls) == len(sent.tool_calls)
+            and all(map(same_call, said.tool_calls, sent.tool_calls))
         )
 
 

@@ -308,7 +308,7 @@ class Session:
         if request.messages is None:
             self._raw.append(answer)
         else:
-            self._conversations.record(request.messages, answer)
+            self._conversations.record(flight.match, answer)
         self._arrival[call_id] = (flight.arrival, index)
         step = Step(
             id=call_id,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
 
+from minirllm.conversation import Answer, Conversations, Match
 from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.tree import merge
@@ -160,3 +162,40 @@ async def test_random_agents_always_end_in_the_right_branch() -> None:
                 assert step.node is not None
                 assert ids[step.parent].node in s.tree.path(step.node)
         assert merge([s.tree])[0].trained_T.sum() == sum(step.response_length for step in s.steps)
+
+
+async def test_equal_answers_further_down_continue_the_branch_they_were_given_in() -> None:
+    s = session(FakeEngine(lambda prompt, seed: "ok" if "tool_response" in prompt else CALL))
+    request = chat("sum", tools=[TOOL], n=2)
+    assert request.messages is not None
+    histories = []
+    for choice in (await ask(s, request)).choices:
+        result = Message("tool", "3", tool_call_id=choice.message.tool_calls[0].id)
+        messages = [*request.messages, choice.message, result]
+        reply = await ask(s, replace(request, messages=messages, n=1))
+        histories.append([*messages, reply.choices[0].message, Message("user", "go on")])
+    for messages in histories[::-1]:
+        await ask(s, replace(request, messages=messages, n=1))
+    assert [step.parent for step in s.steps[4:]] == [s.steps[3].id, s.steps[2].id]
+
+
+async def test_thoughts_that_the_model_did_not_have_are_an_edit() -> None:
+    s = session(FakeEngine(lambda prompt, seed: "yes"))
+    first = await ask(s, chat("one"))
+    thoughtful = replace(first.choices[0].message, reasoning="hm")
+    second = await ask(s, ModelRequest(messages=[Message("user", "one"), thoughtful, Message("user", "two")]))
+    assert s.counters["edited"] == 1
+    assert "hm" in RENDERER.decode(second.prompt_ids), "the model reads what its agent sent"
+
+
+def test_which_answer_an_echo_continues_does_not_depend_on_which_came_first() -> None:
+    question, echo = Message("user", "?"), Message("assistant", "yes")
+    answers = [Answer(id, n, [], replace(echo, reasoning=f"thought {id}")) for n, id in enumerate("cab")]
+    for order in permutations([*answers, Answer("d", 3, [], echo)]):
+        known = Conversations(RENDERER.same)
+        for answer in order:
+            known.record(Match(added=[question]), answer)
+        for sent, continued in ((echo, "d"), (replace(echo, content=" yes"), "a"), (answers[2].message, "b")):
+            parent = known.match([question, sent, question], []).parent
+            assert parent is not None
+            assert parent.call_id == continued
