@@ -205,8 +205,8 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def show(run: str, step: int | None, episodes: int, episode: str | None, tokens: bool, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
-    page = _module("tools.ledger" if tokens else "tools.show")
-    page.show(_run(run, runs_dir), step=step, episodes=episodes, episode=episode)
+    wanted = _module("tools.show").Wanted(step, episodes, episode)
+    _module("tools.ledger" if tokens else "tools.show").show(_run(run, runs_dir), wanted)
 
 
 @cli.command()

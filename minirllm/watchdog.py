@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import functools
 import inspect
 import logging
 import os
@@ -98,39 +99,44 @@ async def call(fn: Any, is_async: bool, *args: Any) -> Any:
         raise RuntimeError(f"CancelledError: {error}").with_traceback(error.__traceback__) from None
 
 
+def _settle(future: Future[Any], fn: Callable[[], Any]) -> Future[Any]:
+    """Call `fn`, and hand what comes of it to whoever waits for `future`, where an error is raised again."""
+    try:
+        future.set_result(fn())
+    except BaseException as error:  # user code: all that it raises is for whoever waits
+        carried: BaseException = error
+        if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
+            # a task could not hold it, or it would end the loop
+            carried = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+        future.set_exception(carried)
+    return future
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for every call, which ends with the process: calls that hang keep neither others nor the end waiting."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self.start("call", functools.partial(fn, *args, **kwargs))[1]
+
+    def start(self, name: str, fn: Callable[[], Any]) -> tuple[threading.Thread, Future[Any]]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        thread = threading.Thread(target=_settle, args=(future, fn), name=name, daemon=True)
+        thread.start()
+        return thread, future
+
+
 async def _in_thread(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` in a thread of its own, not a pool's: one that hangs must hold no slot and not stop the exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled at the deadline
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = fn(*args)
-        except BaseException as error:  # carried to the loop, where it is raised again
-            failure = error
-            if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
-                # the future could not hold it, or it would end the loop
-                failure = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="agent", daemon=True)
+    ours = functools.partial(contextvars.copy_context().run, fn, *args)
+    # settled twice: asyncio makes a TimeoutError anew, which then says nothing of where it was raised
+    thread, future = _Threads().start("agent", functools.partial(_settle, Future(), ours))
     _threads[asyncio.current_task()] = thread
-    thread.start()
+    waiting = asyncio.wrap_future(future)
     try:
-        return await future
+        return (await waiting).result()
     finally:
-        if future.cancelled() and thread.ident is not None:  # at its next line of Python
+        if waiting.cancelled() and thread.ident is not None:  # at its next line of Python
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
@@ -151,9 +157,7 @@ def _place(task: asyncio.Task[Any], file: str | None) -> str:
 def _leave_behind(task: asyncio.Task[Any]) -> None:
     """It ignores being cancelled: its coroutine is closed, and nobody waits for it when the loop ends."""
     coroutine = task.get_coro()
-    try:
-        coroutine.close()
-    except Exception:  # it ignores that, too; it is never collected, as that closes it again, perhaps without an end
+    if _settle(Future(), coroutine.close).exception():  # that, too; it is never collected, as that closes it again
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     task.cancel()  # wakes one whose coroutine is closed, so that it ends
@@ -162,23 +166,6 @@ def _leave_behind(task: asyncio.Task[Any]) -> None:
 
 
 # ---- the event loop ----
-
-
-class _Threads(ThreadPoolExecutor):
-    """A thread for every call, which ends with the process: calls that hang keep neither others nor the end waiting."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # carried to the caller
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="call", daemon=True).start()
-        return future
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -242,17 +242,6 @@ async def test_idle_slots_between_rows_are_closed_up(policy: Policy) -> None:
     assert all(width <= 1.25 * rows + 1 for rows, width in spans)
 
 
-async def test_a_cache_that_is_not_exact_is_noticed_at_the_start(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if policy.level != "exact":
-        pytest.skip("only the exact level promises equal bits")
-    right = cache.Decode._mask
-    monkeypatch.setattr(cache.Decode, "_mask", lambda *args: right(*args) * 0)  # as if every key were visible
-    with pytest.raises(EngineError, match="determinism = fixed"):
-        await HFEngine(policy, config()).start()
-
-
 async def test_with_fixed_shapes_nothing_has_another_shape(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes, leaves and is reused: forwards of one token in each slot or of one chunk, heads of all slots."""
     if policy.level != "fixed":
@@ -274,18 +263,18 @@ async def test_with_fixed_shapes_nothing_has_another_shape(policy: Policy, monke
     assert (forwards, heads, sampled) == ({8, 64}, {8}, {8})
 
 
-async def test_rows_that_are_not_independent_are_noticed_at_the_start(
+async def test_arithmetic_that_breaks_the_promise_is_noticed_at_the_start(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if policy.level != "fixed":
-        pytest.skip("checked where shapes are fixed; the exact level has a check of its own")
-    right = cache.Decode._weigh
+    """Exact: a cache that shows every key. Fixed: a row that depends on the longest one beside it."""
+    method, instead = {"exact": ("_mask", "fixed"), "fixed": ("_weigh", "off")}[policy.level]
+    right = getattr(cache.Decode, method)
 
-    def depends_on_the_longest(self: cache.Decode, q: torch.Tensor, *args: Any) -> torch.Tensor:
-        return right(self, q, *args) * (1 + 1e-6 * len(self.reach))
+    def wrong(self: cache.Decode, *args: Any) -> torch.Tensor:
+        return right(self, *args) * (0 if method == "_mask" else 1 + 1e-6 * len(self.reach))
 
-    monkeypatch.setattr(cache.Decode, "_weigh", depends_on_the_longest)
-    with pytest.raises(EngineError, match="determinism = off"):
+    monkeypatch.setattr(cache.Decode, method, wrong)
+    with pytest.raises(EngineError, match=f"determinism = {instead}"):
         await HFEngine(policy, config()).start()
 
 

@@ -16,6 +16,7 @@ from minirllm.errors import UserError
 from minirllm.log import RunLog, explain
 from minirllm.store import EpisodeStore
 from minirllm.tools import ledger
+from minirllm.tools.show import Wanted
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Message, Step, TerminationReason, Trajectory
 
@@ -65,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def printed(folder: Path, width: int | None = None, **options: object) -> str:
     console = Console(file=io.StringIO(), highlight=False, width=width, force_terminal=width is not None)
-    ledger.show(folder, console=console, **options)  # type: ignore[arg-type]
+    ledger.show(folder, Wanted(**options), console)  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

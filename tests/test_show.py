@@ -17,6 +17,7 @@ from minirllm.log import RunLog
 from minirllm.store import EpisodeStore
 from minirllm.tools import show
 from minirllm.tools.runs import find_run
+from minirllm.tools.show import Wanted
 from minirllm.types import Episode, Message, Step, TerminationReason, ToolCall, Trajectory
 
 
@@ -66,7 +67,7 @@ def run(tmp_path, monkeypatch) -> Path:
 
 def printed(folder: Path, **options: object) -> str:
     console = Console(file=io.StringIO(), highlight=False)
-    show.show(folder, console=console, **options)  # type: ignore[arg-type]
+    show.show(folder, Wanted(**options), console)  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -17,10 +17,9 @@ from rich.text import Text
 from minirllm import algorithms, batch, config, models
 from minirllm.batch import Batch
 from minirllm.errors import ModelError
-from minirllm.log import CONFIG, METRICS, printable, read_metrics
-from minirllm.store import EpisodeStore
-from minirllm.tools.runs import page
-from minirllm.tools.show import choose, heading
+from minirllm.log import CONFIG, printable
+from minirllm.tools.runs import Run, page, samples
+from minirllm.tools.show import Wanted, choose, heading
 from minirllm.tree import TokenTree
 from minirllm.types import Episode, Step
 
@@ -58,12 +57,10 @@ class Sample(NamedTuple):
 
 def trace(episode: Episode, learned: Batch) -> list[Sample]:
     """Every token of an episode once: its calls in order, then those that are in its tree only."""
-    tree, steps = episode.tree or TokenTree(), [step for t in episode.trajectories for step in t.steps]
-    records = {step.node: step for step in steps if step.node is not None and 0 <= step.node < len(tree.nodes)}
-    ends = [*records, *(node for node in _ends(tree) if node not in records)]
+    tree = episode.tree or TokenTree()
     shown: set[int] = set()
     calls = []
-    for end in (end for end in ends if tree.nodes[end].sampled):
+    for end, step in samples(episode).items():
         last, own, position, tokens = tree.nodes[end], tree.completion_nodes(end), 0, list[Token]()
         fate = learned.fate(episode, last)
         mark = "trained" if fate == "trained" else "discarded"
@@ -78,14 +75,8 @@ def trace(episode: Episode, learned: Batch) -> list[Sample]:
         sampled = sum(len(tree.nodes[index].tokens) for index in own)
         why = _why_trained(learned, episode, last.call_id) if fate == "trained" else WHY[fate]
         read, version = position - sampled, last.weight_version
-        calls.append(Sample(last.call_id, records.get(end), read, sampled, version, mark, why, tokens))
+        calls.append(Sample(last.call_id, step, read, sampled, version, mark, why, tokens))
     return calls
-
-
-def _ends(tree: TokenTree) -> list[int]:
-    """The last node of every sample."""
-    inner = {(node.parent, node.call_id) for node in tree.nodes if node.sampled}
-    return [index for index, node in enumerate(tree.nodes) if node.sampled and (index, node.call_id) not in inner]
 
 
 def _why_trained(learned: Batch, episode: Episode, call: str) -> str:
@@ -93,27 +84,18 @@ def _why_trained(learned: Batch, episode: Episode, call: str) -> str:
     return f"reward {member.reward:g}, advantage {member.advantage:+.3g}, {member.weight:.3g} of the loss per token"
 
 
-def show(
-    folder: Path,
-    *,
-    step: int | None = None,
-    episodes: int = 1,
-    episode: str | None = None,
-    console: Console | None = None,
-) -> None:
-    """Print the tokens of the episodes that `show.choose` chooses."""
-    console = page(console)
-    rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
-    picked = choose(folder, rows, step, episodes, episode)
+def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
+    """Print the tokens of these episodes."""
+    console, run = page(console), Run(folder)
+    picked = choose(run, wanted)
     if picked is None:
         console.print(Text(f"{folder}: no episode has finished yet"))
         return
     settings = config.from_mapping(config.read_toml(folder / CONFIG))
-    found = EpisodeStore(folder / "episodes").finished(picked.step)
-    learned = batch.select(list(found.values()), settings, algorithms.create(settings.algorithm))
+    learned = batch.select(run.episodes(picked.step), settings, algorithms.create(settings.algorithm))
     text, note = _texts(settings.model)
     lines = [Text(f"Tokens of step {picked.step}: {picked.counts}"), Text(LEGEND), *map(Text, note)]
-    if not any(row["step"] == picked.step for row in rows):
+    if picked.step not in run.rows:
         lines.append(Text("The step is not finished: the marks are those of the episodes so far."))
     for word, one in picked.shown:
         lines += [Text(""), Text(printable(heading(word, one)), "bold")]

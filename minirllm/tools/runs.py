@@ -19,6 +19,7 @@ from minirllm.config import nearest
 from minirllm.errors import UserError
 from minirllm.log import CONFIG, MANIFEST, METRICS, printable, read_json, read_metrics
 from minirllm.store import EpisodeStore
+from minirllm.tree import TokenTree
 from minirllm.types import Episode, SamplingParams, Step
 
 PLAIN_WIDTH = 160  # columns when the output is not a terminal
@@ -93,19 +94,23 @@ class Call:
         return self.step.params
 
 
+def samples(episode: Episode) -> dict[int, Step | None]:
+    """Every sample of an episode, by the node of its tree that ends it: those of its steps in order, then the rest."""
+    nodes = episode.tree.nodes if episode.tree else []
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    inner = {(node.parent, node.call_id) for node in nodes if node.sampled}  # a split sample has nodes before its last
+    ends = [index for index, node in enumerate(nodes) if node.sampled and (index, node.call_id) not in inner]
+    claimed = {step.node: step for step in steps if step.node in ends}
+    return {**claimed, **{end: None for end in ends if end not in claimed}}
+
+
 def calls(episode: Episode) -> list[Call]:
-    """Every call of an episode: those of its steps in their order, then those without one."""
-    tree = episode.tree
-    ends = {step.id: step.node for t in episode.trajectories for step in t.steps if step.node is not None}
-    steps = {step.id: step for trajectory in episode.trajectories for step in trajectory.steps}
-    for index, node in enumerate(tree.nodes if tree else ()):
-        if node.sampled:
-            ends.setdefault(node.call_id, index)  # of a split sample, the lowest index holds the last token
-    found = []
-    for name, end in ends.items():
+    """Every call of an episode, in the order of `samples`."""
+    found, tree = [], episode.tree or TokenTree()
+    for end, step in samples(episode).items():
         node, (ids, logprobs) = tree.nodes[end], tree.response(end)
-        prompt_ids = tree.prompt_ids(end)
-        found.append(Call(name, prompt_ids, ids, logprobs, node.temperature, node.weight_version, steps.get(name)))
+        name = step.id if step else node.call_id
+        found.append(Call(name, tree.prompt_ids(end), ids, logprobs, node.temperature, node.weight_version, step))
     return found
 
 

@@ -15,9 +15,7 @@ from rich.table import Table
 
 from minirllm.config import nearest
 from minirllm.errors import UserError
-from minirllm.log import MANIFEST, METRICS, read_json, read_metrics
-from minirllm.store import EpisodeStore
-from minirllm.tools.runs import page, write
+from minirllm.tools.runs import Run, page, write
 from minirllm.types import Episode, Message, Step
 
 TABLE_ROWS = 24
@@ -47,23 +45,22 @@ class Picked(NamedTuple):
     shown: list[tuple[str, Episode]]
 
 
-def show(
-    folder: Path,
-    *,
-    step: int | None = None,
-    episodes: int = 1,
-    episode: str | None = None,
-    console: Console | None = None,
-) -> None:
-    """Print a run; of one `episode`, given by its id, its conversation only. See `choose` for the other options."""
-    console = page(console)
-    rows = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
-    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
-    picked = choose(folder, rows, step, episodes, episode)
+class Wanted(NamedTuple):
+    """Which episodes: so many best and worst of a step (None: the last finished one), or the one with this id."""
+
+    step: int | None = None
+    episodes: int = 1
+    episode: str | None = None
+
+
+def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
+    """Print a run; of one episode, wanted by its id, its conversation only."""
+    console, run = page(console), Run(folder)
+    rows, manifest, picked = list(run.rows.values()), run.manifest, choose(run, wanted)
     write(console, _title(folder, manifest, rows))
-    if episode is None and (curve := plot(rows, console.width - 12)):
+    if wanted.episode is None and (curve := plot(rows, console.width - 12)):
         write(console, "\n" + curve)
-    if episode is None and rows:
+    if wanted.episode is None and rows:
         console.print()
         console.print(table(rows))
     if picked is not None:
@@ -74,38 +71,33 @@ def show(
                 write(console, f"{who}: {text}")
 
 
-def choose(
-    folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int, episode: str | None
-) -> Picked | None:
-    """The episode with this id, of this step or the last finished one that has it; without an id what `pick` picks."""
-    if episode is None:
-        return pick(folder, rows, step, count)
-    store, known = EpisodeStore(folder / "episodes"), list[str]()
-    finished = {row["step"] for row in rows}
-    steps = sorted(store.steps(), key=lambda number: (number in finished, number), reverse=True)
-    for number in steps if step is None else [step]:
-        found = {one.id: one for one in store.finished(number).values()}
-        if episode in found:
-            return Picked(number, f"{len(found)} episodes", [("episode", found[episode])])
+def choose(run: Run, wanted: Wanted) -> Picked | None:
+    """None when no episode has finished. Of an id the last finished step that has it, if no step is named."""
+    if wanted.episode is None:
+        return _pick(run, wanted)
+    id, known = wanted.episode, list[str]()
+    steps = sorted(run.store.steps(), key=lambda number: (number in run.rows, number), reverse=True)
+    for number in steps if wanted.step is None else [wanted.step]:
+        found = {one.id: one for one in run.store.finished(number).values()}
+        if id in found:
+            return Picked(number, f"{len(found)} episodes", [("episode", found[id])])
         known = known or list(found)
-    where = f"{folder} has no episode {episode!r}" + ("" if step is None else f" of step {step}")
+    where = f"{run.folder} has no episode {id!r}" + ("" if wanted.step is None else f" of step {wanted.step}")
     listed = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-    raise UserError(f"{where}{nearest(episode, known)}: " + (f"it has {listed}." if known else "there are none."))
+    raise UserError(f"{where}{nearest(id, known)}: " + (f"it has {listed}." if known else "there are none."))
 
 
-def pick(folder: Path, rows: Sequence[Mapping[str, Any]], step: int | None, count: int) -> Picked | None:
-    """The `count` best and worst graded episodes of a step, without repeats; ungraded ones when none was graded."""
-    store = EpisodeStore(folder / "episodes")
-    steps = store.steps()
+def _pick(run: Run, wanted: Wanted) -> Picked | None:
+    """The best and worst graded episodes of a step, without repeats; ungraded ones when none was graded."""
+    steps, step, count = run.store.steps(), wanted.step, wanted.episodes
     if step is None:
-        finished = [s for s in steps if any(row["step"] == s for row in rows)]
         if not steps:
             return None
-        step = (finished or steps)[-1]
+        step = ([s for s in steps if s in run.rows] or steps)[-1]
     elif step not in steps:
         there = f"there are episodes of steps {steps[0]} to {steps[-1]}" if steps else "it has no episodes"
-        raise UserError(f"{folder} has no episodes of step {step}: {there}.")
-    found = list(store.finished(step).values())
+        raise UserError(f"{run.folder} has no episodes of step {step}: {there}.")
+    found = list(run.store.finished(step).values())
     graded = sorted((e for e in found if e.reward is not None), key=lambda e: -float(e.reward or 0))
     ungraded = [e for e in found if e.reward is None]
     best = graded[:count]
