@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -116,8 +117,8 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
             raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
         own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
         settings = replace(_config(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
-    where = f" --runs-dir {settings.runs_dir}" if settings.runs_dir != Config.runs_dir else ""
-    again = f"minirllm train {task} --run {folder.name}{where} --resume"
+    where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
+    again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
     try:
         summary = _module("train").run(module, settings, resume=resume, quiet=quiet)
     except (KeyboardInterrupt, Terminated) as end:

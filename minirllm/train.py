@@ -15,14 +15,14 @@ import datetime
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from minirllm import algorithms, batch, checkpoint, evaluate, watchdog
 from minirllm.batch import Batch
+from minirllm.collect import collect, schedule, tokens
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, LedgerError, UserError
 from minirllm.files import sha256
@@ -35,16 +35,11 @@ from minirllm.store import EpisodeStore
 from minirllm.trainer import Trainer
 from minirllm.types import Episode, Task
 
-WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampled it
+Stop = Callable[[], bool]  # shall the run end?
 
 
 async def train(
-    task: TaskModule,
-    config: Config,
-    *,
-    resume: bool = False,
-    quiet: bool = False,
-    stop: Callable[[], bool] = lambda: False,
+    task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False, stop: Stop = lambda: False
 ) -> dict[str, Any]:
     """Train, writing ``runs_dir/run``; returns the last metrics row. Once `stop` says so, it ends after the step in
     hand, which is saved. Raises UserError for what the user can mend."""
@@ -70,12 +65,9 @@ async def train(
 class _Run:
     """The loop and what it carries from step to step."""
 
-    def __init__(
-        self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Callable[[], bool]
-    ):
+    def __init__(self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Stop):
         self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
-        self.store, self.checkpoints = EpisodeStore(log.folder / "episodes"), log.folder / "checkpoints"
-        self.stop = stop
+        self.stop, self.store = stop, EpisodeStore(log.folder / "episodes")
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
         self.digest = ""  # of the weights that sample now
 
@@ -94,11 +86,9 @@ class _Run:
                 return row or {"step": done}
             began = time.perf_counter()
 
-            # agents talk to the endpoint; every call is captured
-            episodes, tokens_kept = await self.rollouts(step, tasks)
+            episodes, tokens_kept = await self.rollouts(step, tasks)  # agents talk to the endpoint, calls are captured
             generated = time.perf_counter()
-            # advantages, weights, forests of tokens
-            learned = await self.batch(step, episodes)
+            learned = await self.batch(step, episodes)  # advantages, weights, forests of tokens
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
 
@@ -107,7 +97,7 @@ class _Run:
                 "step": step,
                 **learned.metrics,
                 **metrics,
-                "tokens_generated": _tokens(episodes),
+                "tokens_generated": tokens(episodes),
                 "tokens_kept": tokens_kept,
                 "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
                 "seconds_generate": generated - began,
@@ -126,44 +116,11 @@ class _Run:
         return row
 
     async def rollouts(self, step: int, tasks: list[Task]) -> tuple[list[Episode], float]:
-        """`group_size` episodes of each of the step's tasks, in task order. What a killed run had finished is kept, and
-        its failed attempts count, unless other weights sampled it or its options asked for other rollouts: the second
-        value is how many tokens those episodes have that were kept."""
+        """`group_size` episodes of each of the step's tasks; and how many tokens those have that were on disk."""
         scheduled = schedule(tasks, self.config, step)
-        wanted = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
-        attempts = await asyncio.to_thread(self.store.attempts, step)
-        keys = {(job.task.id, job.rollout_idx) for job in wanted}
-        if any(e.metadata.get(WEIGHTS) != self.digest for e in attempts.values()) or not keys >= attempts.keys():
-            await asyncio.to_thread(self.store.drop_after, step - 1)
-            attempts = {}
-        finished = {key: episode for key, episode in attempts.items() if not episode.retried}
-        missing = [
-            job.after(attempts[key]) if key in attempts else job
-            for job in wanted
-            if (key := (job.task.id, job.rollout_idx)) not in finished
-        ]
-        kept = _tokens(finished.values())
-        writes, one_at_a_time = [], asyncio.Lock()
-
-        async def write(episode: Episode) -> None:
-            async with one_at_a_time:
-                await asyncio.to_thread(self.store.append, step, episode)
-
-        def save(episode: Episode) -> None:
-            episode.metadata[WEIGHTS] = self.digest
-            writes.append(asyncio.ensure_future(write(episode)))
-
-        def done(episode: Episode) -> None:
-            finished[episode.task_id, episode.rollout_idx] = episode
-            save(episode)
-            self.progress(f"step {step}", len(finished), len(wanted), _tokens(finished.values()) - kept)
-
-        self.progress(f"step {step}", len(finished), len(wanted), 0)
-        try:
-            await self.runner.run_many(missing, done, on_retry=save)
-        finally:  # also when interrupted: what is finished is kept
-            await asyncio.gather(*writes)
-        return [finished[job.task.id, job.rollout_idx] for job in wanted], kept
+        jobs = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
+        tick = partial(self.progress, f"step {step}", len(jobs))
+        return await collect(self.runner, self.store, jobs, self.digest, tick)
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
@@ -182,55 +139,44 @@ class _Run:
 
         def tick(episode: Episode) -> None:
             done.append(episode)
-            self.progress("held-out", len(done), len(held_out), _tokens(done))
+            self.progress("held-out", len(held_out), len(done), tokens(done))
 
         result = await evaluate.evaluate(self.runner, held_out, step=step, on_done=tick)
         if result.reward_mean is not None and result.reward_mean > self.best["reward"]:
             self.best = {"step": step, "reward": result.reward_mean}
         return {**result.metrics(), "seconds_eval": time.perf_counter() - began}
 
-    def progress(self, phase: str, done: int, total: int, tokens: float) -> None:
-        self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(tokens))
+    def progress(self, phase: str, total: int, done: int, sampled: float) -> None:
+        self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(sampled))
 
     async def save(self, step: int) -> None:
-        """A checkpoint. A full disk costs the checkpoint, not the run."""
-        policy, config = self.stack.policy, self.config
+        """A checkpoint. A full disk costs the checkpoint, not the run; but no run ends well without its last one."""
+        policy, config, place = self.stack.policy, self.config, self.log.folder / "checkpoints"
         extra = {"step": step, "seed": config.seed, "best": self.best}
-        arguments = (self.checkpoints, step, policy, self.trainer, extra, config.keep_checkpoints, self.best["step"])
+        arguments = (place, step, policy, self.trainer, extra, config.keep_checkpoints, self.best["step"])
         try:
             await policy.run(checkpoint.save, *arguments)
         except CheckpointError as error:
+            if step == config.steps:
+                raise CheckpointError(f"{error} All steps are done: --resume saves them later.") from None
             self.log.warn(str(error))
 
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns how many steps are done (0: there is none)."""
-        path, skipped = await asyncio.to_thread(checkpoint.newest, self.checkpoints)
+        path, skipped = await asyncio.to_thread(checkpoint.newest, self.log.folder / "checkpoints")
         for sentence in skipped:
             self.log.warn(f"{sentence} Taking {path.name if path else 'none, so from step 1 on,'} instead.")
         done = 0
         if path is not None:
             extra = await self.stack.policy.run(checkpoint.load, path, self.stack.policy, self.trainer)
             if extra["seed"] != self.config.seed:
-                raise CheckpointError(
-                    f"{path} belongs to seed {extra['seed']}, not {self.config.seed}: resume with its own seed."
-                )
+                seeds = f"belongs to seed {extra['seed']}, not {self.config.seed}"
+                raise CheckpointError(f"{path} {seeds}: resume with its own seed.")
             done, self.best = extra["step"], extra["best"]
         after = f"Resuming after step {done} of {self.config.steps}."
         self.log.say(after if done else "There is no checkpoint yet: starting from step 1.")
         await asyncio.to_thread(self.log.rewind, done if done else -1)
         return done
-
-
-def _tokens(episodes: Iterable[Episode]) -> float:
-    return sum(episode.metrics.get("response_tokens", 0.0) for episode in episodes)
-
-
-def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
-    """The tasks of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a step repeats no task."""
-    size = min(config.batch_size, len(tasks))
-    epoch, place = divmod(step - 1, len(tasks) // size)
-    order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
-    return [tasks[i] for i in order[place * size : (place + 1) * size]]
 
 
 def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:

@@ -23,7 +23,6 @@ def load(path: Path, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) on the CPU; `name` is for the sentence. Code from the folder never runs. Raises ModelError."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -33,13 +32,8 @@ def load(path: Path, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             use_safetensors=True,
         )
     except UNUSABLE as error:
-        reason = first_line(error)
-        if "trust_remote_code" in str(error) or "custom code" in str(error):
-            reason = "it needs code from its own repository, which is never run"
-        raise ModelError(
-            f"Cannot load model {name} ({reason}): use a causal language model that transformers supports."
-        ) from error
-    return model, tokenizer
+        raise _unusable(name, error) from error
+    return model, load_tokenizer(path, name)
 
 
 def load_tokenizer(path: Path, name: str) -> Any:
@@ -47,7 +41,14 @@ def load_tokenizer(path: Path, name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except UNUSABLE as error:
-        raise ModelError(f"Cannot load the tokenizer of model {name}: {first_line(error)}.") from error
+        raise _unusable(name, error) from error
+
+
+def _unusable(name: str, error: Exception) -> ModelError:
+    reason = first_line(error)
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        reason = "it needs code from its own repository, which is never run"
+    return ModelError(f"Cannot load model {name} ({reason}): use a causal language model that transformers supports.")
 
 
 def first_line(error: Exception) -> str:
