@@ -198,15 +198,15 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
 @cli.command()
 @click.argument("run")
 @click.option("--step", type=int, help="Whose conversations to print.  [default: the last step]")
-@click.option(
-    "--episodes", type=click.IntRange(0), default=1, show_default=True, help="How many best and how many worst."
-)
+@click.option("--episodes", type=click.IntRange(0), help="How many best and how many worst.  [default: 1]")
 @click.option("--episode", metavar="ID", help="One episode by its id, task:rollout.  [default: the best and the worst]")
 @click.option("--tokens", is_flag=True, help="Token by token: logprobs, what was trained, what was not, and why.")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
-def show(run: str, step: int | None, episodes: int, episode: str | None, tokens: bool, runs_dir: str) -> None:
+def show(run: str, step: int | None, episodes: int | None, episode: str | None, tokens: bool, runs_dir: str) -> None:
     """Print the curve, the steps and the best and worst conversations of RUN: a name or a folder."""
-    wanted = _module("tools.show").Wanted(step, episodes, episode)
+    if episode and episodes is not None:
+        raise UserError("One episode is asked for by its id: give --episode without --episodes.")
+    wanted = _module("tools.show").Wanted(step, 1 if episodes is None else episodes, episode)
     _module("tools.ledger" if tokens else "tools.show").show(_run(run, runs_dir), wanted)
 
 

@@ -235,6 +235,12 @@ def test_the_command(run):
     )
 
 
+def test_one_episode_and_a_number_of_them_are_refused(run):
+    result = CliRunner().invoke(cli, ["show", "r", "--episode", "t:0", "--episodes", "2"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: One episode is asked for by its id: give --episode without --episodes.\n"
+
+
 def test_piped_output_is_plain_and_a_closed_pipe_is_no_error(run):
     environment = {**os.environ, "PYTHONPATH": str(Path(show.__file__).parents[2])}
     command = [sys.executable, "-m", "minirllm.cli", "show", "r"]
