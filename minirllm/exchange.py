@@ -99,7 +99,7 @@ def _count(value: Any, depth: int, seen: int) -> int:
 
 
 class Exchange:
-    """The sending half of one HTTP request. Exactly one of `run` and `fail` ends it."""
+    """The sending half of one HTTP request. Exactly one of `run`, `answer` and `fail` ends it."""
 
     def __init__(self, receive: Receive, send: Send, dialect: Dialect, keep_alive: float):
         self.receive, self.send, self.dialect, self.keep_alive = receive, send, dialect, keep_alive
@@ -114,6 +114,12 @@ class Exchange:
         self.stopping = True
         if self.call is not None:
             self.call.cancel()
+
+    async def answer(self, body: Mapping[str, Any]) -> None:
+        """Send JSON that took no model call."""
+        text = json.dumps(body, allow_nan=False).encode()
+        await self._begin(200, "application/json", len(text))
+        await self._body(text, last=True)
 
     async def run(self, session: Session, request: ModelRequest) -> None:
         """Make the call and send its answer. Raises what the call raises, and ClientGone."""

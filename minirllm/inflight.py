@@ -16,7 +16,7 @@ from typing import Any
 
 from minirllm.conversation import Match
 from minirllm.renderer import Stream
-from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, SamplingParams, ToolCall
+from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, SamplingParams
 
 OnDelta = Callable[[Delta], None]
 
@@ -29,16 +29,16 @@ class Sample:
     seed: int
     stream: Stream
     tokens: list[SampledToken] = field(default_factory=list)
-    tool_calls: int = 0
 
-    def named(self, calls: tuple[ToolCall, ...], start: int = 0) -> tuple[ToolCall, ...]:
-        """Tool calls with ids that are unique in the session and the same in every run."""
-        return tuple(replace(call, id=f"call_{self.call_id}_{place}") for place, call in enumerate(calls, start))
+    def name(self, place: int) -> str:
+        """The id of a tool call: unique in the session, and the same in every run."""
+        return f"call_{self.call_id}_{place}"
 
     def message(self) -> Message:
         """The whole answer, once it is finished."""
         message = self.stream.message()
-        return replace(message, tool_calls=self.named(message.tool_calls))
+        calls = [replace(call, id=self.name(place)) for place, call in enumerate(message.tool_calls)]
+        return replace(message, tool_calls=tuple(calls))
 
 
 @dataclass(eq=False)
@@ -89,8 +89,7 @@ class Flight:
 
     def _tell(self, index: int, piece: Delta, tokens: tuple[SampledToken, ...]) -> None:
         sample = self.samples[index]
-        calls = sample.named(piece.tool_calls, sample.tool_calls)
-        sample.tool_calls += len(calls)
+        calls = tuple(replace(call, id=sample.name(call.index)) if call.id else call for call in piece.calls)
         if tokens or piece.text or piece.reasoning or calls:
             delta = Delta(index, piece.text, piece.reasoning, calls, tokens)
             self.deltas.append(delta)

@@ -224,7 +224,7 @@ class Stream:
         rest = self._new_text() if self._waiting else ""
         self._waiting = []
         first, last = self._reader.feed(rest), self._reader.finish()
-        return Delta(0, first.text + last.text, first.reasoning + last.reasoning, first.tool_calls + last.tool_calls)
+        return Delta(0, first.text + last.text, first.reasoning + last.reasoning, first.calls + last.calls)
 
     def message(self) -> Message:
         """The whole turn, after `finish`."""

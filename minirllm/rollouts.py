@@ -31,7 +31,8 @@ from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
 from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
-from minirllm.session import Session, Sessions
+from minirllm.session import Session
+from minirllm.sessions import Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline, Overdue, source, watched, within
 

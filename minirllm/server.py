@@ -14,7 +14,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -33,7 +33,8 @@ from minirllm.dialects import DIALECTS, Dialect
 from minirllm.dialects.openai import error as openai_error
 from minirllm.errors import EngineError, QuotaExceeded, RequestError, Stalled, Unauthorized, UserError
 from minirllm.exchange import STALLED, ClientGone, Exchange, decode_json, read_body
-from minirllm.session import Session, Sessions
+from minirllm.session import Session
+from minirllm.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ MAX_HEADERS = 64 * 2**10  # bytes
 KEEP_ALIVE = 5.0  # seconds between events of a silent stream; the most impatient client's timer is 120 s
 IDLE_CONNECTION = 75  # seconds; longer than most clients pool a connection, so that they close first
 INTERNAL = "Internal error; see the server's log."
+KEY_HEADERS = ("x-api-key", "x-goog-api-key")  # where Anthropic's and Google's clients put it
 SPARE = 100  # calls of one session that may be open or refused besides its quota: mistakes, retries
 SHUTDOWN = 1  # seconds that answers in flight get
 
@@ -62,7 +64,7 @@ class Endpoint:
         self.admin_key, self.max_body, self.keep_alive = admin_key, max_body, keep_alive
         self.exchanges: set[Exchange] = set()
 
-    def session(self, sid: str | None, authorization: str | None) -> Session:
+    def session(self, sid: str | None, headers: Mapping[str, str]) -> Session:
         """The open session a request belongs to, its key checked. Raises RequestError with 401, 404 or 410."""
         if sid is not None:
             session = self.sessions.get(sid)
@@ -71,7 +73,7 @@ class Endpoint:
         else:
             base = "use the base URL /sessions/ID/v1 that the session was given"
             raise RequestError(f"This server serves sessions only: {base}.", status=404)
-        check_key(authorization, session.key)
+        check_key(headers, session.key)
         return session
 
     def admit(self, session: Session) -> None:
@@ -94,7 +96,7 @@ class Endpoint:
         return Response()
 
     async def models(self, request: Request) -> Response:
-        session = self.session(request.path_params.get("sid"), request.headers.get("authorization"))
+        session = self.session(request.path_params.get("sid"), request.headers)
         card = {"id": session.model, "object": "model", "created": 0, "owned_by": "minirllm"}
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -102,7 +104,7 @@ class Endpoint:
         """Raises unless the request carries the admin key."""
         if not self.admin_key:
             raise RequestError("Admin routes are off: the server was started without an admin key.", status=404)
-        check_key(request.headers.get("authorization"), self.admin_key)
+        check_key(request.headers, self.admin_key)
 
     async def list_sessions(self, request: Request) -> Response:
         self.admin(request)
@@ -145,32 +147,38 @@ def describe(session: Session) -> dict[str, Any]:
     }
 
 
-def check_key(authorization: str | None, key: str) -> None:
-    """Raises Unauthorized unless the header is ``Bearer KEY``. An empty key means that none is needed."""
-    scheme, _, given = (authorization or "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer"
-    if key and not right:
+def check_key(headers: Mapping[str, str], key: str) -> None:
+    """Raises Unauthorized unless a header carries the key: ``Authorization: Bearer KEY``, or one of KEY_HEADERS. An
+    empty key means that none is needed."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    shown = [given.strip() if scheme.lower() == "bearer" else "", *(headers.get(name, "") for name in KEY_HEADERS)]
+    right = [hmac.compare_digest(one.encode(), key.encode()) for one in shown]  # all of them: constant time
+    if key and not any(right):
         raise Unauthorized(
             "The API key is missing or wrong: send the header 'Authorization: Bearer KEY' with the key of this session."
         )
 
 
 class ModelRoute:
-    """The ASGI app of one dialect."""
+    """The ASGI app of one route of a dialect."""
 
-    def __init__(self, endpoint: Endpoint, dialect: Dialect):
-        self.endpoint, self.dialect = endpoint, dialect
+    def __init__(self, endpoint: Endpoint, dialect: Dialect, route: str):
+        self.endpoint, self.dialect, self.route = endpoint, dialect, route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         exchange = Exchange(receive, send, self.dialect, self.endpoint.keep_alive)
         self.endpoint.exchanges.add(exchange)
         try:
-            session = self.endpoint.session(scope["path_params"].get("sid"), headers.get("authorization"))
+            session = self.endpoint.session(scope["path_params"].get("sid"), headers)
             self.endpoint.admit(session)
             exchange.session = session
             body = await read_body(headers, receive, self.endpoint.max_body)
-            await exchange.run(session, self.dialect.parse(decode_json(body)))
+            request = self.dialect.parse(decode_json(body), self.route)
+            if self.route in self.dialect.COUNT:
+                await exchange.answer(self.dialect.counted(session.count(request)))
+            else:
+                await exchange.run(session, request)
         except ClientGone:
             logger.debug("client left: %s", scope["path"])
         except RequestError as problem:
@@ -230,8 +238,9 @@ def build_app(
     one = "/sessions/{sid:path}"  # an id may hold ':' and '/', percent-encoded or not
     routes = [Route("/health", endpoint.health)]
     for dialect in DIALECTS.values():
-        app = ModelRoute(endpoint, dialect)
-        routes += [Route(f"{at}/v1/{dialect.ROUTE}", app, methods=["POST"]) for at in (one, "")]
+        for route in (*dialect.COUNT, *dialect.ROUTES):
+            app = ModelRoute(endpoint, dialect, route)
+            routes += [Route(at + route, app, methods=["POST"]) for at in (one, "")]
     routes += [Route(f"{at}/v1/models", endpoint.models) for at in (one, "")]
     routes += [Route(at, endpoint.base, methods=["HEAD", "GET", "POST"]) for at in (f"{one}/v1", one)]
     routes += [

@@ -1,7 +1,7 @@
 """One rollout's conversations with the model: match, extend, generate, record.
 
-Owns: `Session` (prompt tokens of a request, sampling rules, seeds, quotas, answers given again, what is recorded) and
-`Sessions` (the registry). Does not know: torch, HTTP, wire formats, chat templates, rewards.
+Owns: `Session`: prompt tokens of a request, sampling rules, seeds, quotas, answers given again, what is recorded. Does
+not know: torch, HTTP, wire formats, chat templates, rewards.
 
 A request is matched by its messages, not by its connection: it continues the longest earlier call whose request and
 answer it repeats. Parallel calls, sub-agents and edited histories match other calls or none, and become branches of the
@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
-import sys
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +29,6 @@ from minirllm.errors import (
     QuotaExceeded,
     RequestError,
     SessionClosed,
-    UnknownSession,
     UserError,
 )
 from minirllm.inflight import Flight, OnDelta, Sample, identify, identity, prompt_digest, shown_tools
@@ -59,8 +56,6 @@ COUNTERS = (
 )
 
 ABORTED_VERSION = -1  # the weight version of a sample that was cut off is not known
-SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since it remembers them all
-CLOSED_KEPT = 10_000  # ids of closed sessions whose late calls are told so; of an older one none is known
 
 _RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
 
@@ -131,6 +126,11 @@ class Session:
         except EngineError as error:
             self.failure = error
             raise
+
+    def count(self, request: ModelRequest) -> int:
+        """How many tokens its prompt has; nothing is recorded."""
+        _, prompt_ids, _ = self._chat(request) if request.messages is not None else self._completion(request)
+        return len(prompt_ids)
 
     def waiting(self) -> str:
         """What its client waits for, and since when."""
@@ -346,55 +346,3 @@ class Session:
             if ids:
                 partial = Completion(ids, logprobs, "abort", ABORTED_VERSION, flight.params.temperature)
                 self.tree.add(flight.prompt_ids, partial, sample.call_id, parent.node if parent else None)
-
-
-class Sessions:
-    """The sessions of one endpoint, by id. `defaults` are fields that every new Session gets."""
-
-    def __init__(self, engine: Engine, renderer: Renderer, model: str, **defaults: Any):
-        self.engine, self.renderer, self.model, self.defaults = engine, renderer, model, defaults
-        self._open: dict[str, Session] = {}
-        self._closed: dict[str, None] = {}  # the last to close is the last
-        self._shared: Session | None = None
-        self._shared_count = 0
-
-    def create(self, id: str, *, key: str | None = None, **settings: Any) -> Session:
-        """A new session; `settings` are fields of Session. The key is random if none is given."""
-        assert id not in self._open, f"session {id!r} is open already"
-        self._open[id] = self._new(id, key or secrets.token_urlsafe(24), settings)
-        self._closed.pop(id, None)
-        return self._open[id]
-
-    def create_open(self, key: str) -> Session:
-        """The session of calls that name none, shared by the bearers of `key`; a fresh one when it has grown large."""
-        if self._shared is None or self._shared.tokens_used > SHARED_TOKENS:
-            free = dict.fromkeys(("max_calls", "max_streams"), sys.maxsize)
-            self._shared = self._new("shared", key, {"seed_parts": ("shared", self._shared_count), **free})
-            self._shared_count += 1
-        return self._shared
-
-    def _new(self, id: str, key: str, settings: Mapping[str, Any]) -> Session:
-        return Session(id, key, self.engine, self.renderer, self.model, **{**self.defaults, **settings})
-
-    def get(self, id: str) -> Session:
-        """The open session. Raises SessionClosed for one that was closed, UnknownSession for one that never was."""
-        if id in self._closed:
-            raise SessionClosed(f"Session {id!r} has ended: late calls are refused.")
-        if id not in self._open:
-            raise UnknownSession(f"There is no session {id[:200]!r}.")
-        return self._open[id]
-
-    def close(self, id: str) -> None:
-        """Close the session and forget all but its id. Closing twice is fine."""
-        session = self._open.pop(id, None)
-        if session is not None:
-            session.close()
-            self._closed[id] = None
-            if len(self._closed) > CLOSED_KEPT:
-                del self._closed[next(iter(self._closed))]
-
-    def __contains__(self, id: object) -> bool:
-        return id in self._open
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._open.values()))

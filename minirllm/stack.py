@@ -24,7 +24,7 @@ from minirllm.errors import CheckpointError, ConfigError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
-from minirllm.session import Sessions
+from minirllm.sessions import Sessions
 from minirllm.trainer import rehearse
 
 

@@ -121,6 +121,7 @@ class ModelRequest:
     logprobs: bool = False
     return_token_ids: bool = False
     response_format: dict[str, Any] | None = None
+    notes: dict[str, Any] = field(default_factory=dict, compare=False)  # what the dialect needs for the answer
 
 
 @dataclass(slots=True)
@@ -147,8 +148,18 @@ class ModelReply:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call. A call's first piece has its id and name; `arguments` concatenate to the call's."""
+
+    index: int  # which of the answer's calls
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed answer. Text pieces concatenate to `Choice.message.content`.
+    """A piece of a streamed answer. Text pieces concatenate to `Choice.message.content`, calls to its `tool_calls`.
 
     The session sends a first, empty one as soon as the prompt is accepted (it fits the context, quotas allow it): an
     endpoint may then commit to a streamed answer, and its first event carries the right id and prompt tokens.
@@ -157,7 +168,7 @@ class Delta:
     index: int
     text: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()  # whole calls, once parsed
+    calls: tuple[CallDelta, ...] = ()
     tokens: tuple[SampledToken, ...] = ()
     reply_id: str = ""  # on the first delta: `ModelReply.id`
     prompt_ids: tuple[int, ...] = ()  # on the first delta: `ModelReply.prompt_ids`

@@ -10,7 +10,7 @@ from minirllm.client import chat
 from minirllm.config import Config
 from minirllm.rollouts import Job, Runner
 from minirllm.server import Server, build_app
-from minirllm.session import Sessions
+from minirllm.sessions import Sessions
 from tests.fake_engine import RENDERER, FakeEngine
 
 USER = [{"role": "user", "content": "hi"}]

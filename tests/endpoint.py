@@ -15,7 +15,8 @@ import openai
 from minirllm.models.tiny import build_tokenizer
 from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
-from minirllm.session import Session, Sessions
+from minirllm.session import Session
+from minirllm.sessions import Sessions
 from minirllm.types import Completion, SampledToken, SamplingParams
 
 KEY, ADMIN = "secret", "admin-secret"

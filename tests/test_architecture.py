@@ -25,6 +25,7 @@ ROWS = [
     "batch checkpoint engines log renderer rewards",
     "inflight trainer",
     "session",
+    "sessions",
     "exchange rollouts",
     "server",
     "stack",

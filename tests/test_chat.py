@@ -10,7 +10,17 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from minirllm.dialects import chat
 from minirllm.errors import ContextOverflow, QuotaExceeded, RequestError, SessionClosed
-from minirllm.types import Choice, Completion, Delta, Message, ModelReply, ModelRequest, SampledToken, ToolCall
+from minirllm.types import (
+    CallDelta,
+    Choice,
+    Completion,
+    Delta,
+    Message,
+    ModelReply,
+    ModelRequest,
+    SampledToken,
+    ToolCall,
+)
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {
@@ -345,7 +355,7 @@ def test_whatever_was_not_streamed_comes_at_the_end() -> None:
     stream = chat.Stream(parse(stream=True), text_of, "tiny")
     frames = [
         *stream.start(),
-        *stream.delta(Delta(0, "He", "bec", (message.tool_calls[0],))),
+        *stream.delta(Delta(0, "He", "bec", (CallDelta(0, "a", "f", "{}"),))),
         *stream.finish(reply(message)),
     ]
     deltas = [choice["delta"] for event in events(frames) for choice in event["choices"]]

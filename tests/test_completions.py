@@ -122,7 +122,5 @@ def test_a_stream_concatenates_to_the_answer() -> None:
 
 
 def test_both_dialects_are_registered_under_their_routes() -> None:
-    assert {name: dialect.ROUTE for name, dialect in DIALECTS.items()} == {
-        "chat": "chat/completions",
-        "completions": "completions",
-    }
+    routes = {name: dialect.ROUTES for name, dialect in DIALECTS.items()}
+    assert (routes["chat"], routes["completions"]) == (("/v1/chat/completions",), ("/v1/completions",))

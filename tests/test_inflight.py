@@ -12,6 +12,7 @@ from minirllm.errors import (
 )
 from minirllm.tree import merge
 from minirllm.types import Delta, SamplingParams
+from tests.deltas import calls_of
 from tests.fake_engine import CALL, TOOL, FakeEngine, chat, check, said, session
 
 
@@ -151,7 +152,7 @@ async def test_streamed_pieces_are_the_answer() -> None:
         assert deltas[0] == Delta(0, reply_id=reply.id, prompt_ids=tuple(reply.prompt_ids))
         assert "".join(delta.text for delta in deltas) == choice.message.content
         assert "".join(delta.reasoning for delta in deltas) == choice.message.reasoning
-        assert tuple(call for delta in deltas for call in delta.tool_calls) == choice.message.tool_calls
+        assert calls_of(deltas) == choice.message.tool_calls
         assert [token.id for delta in deltas for token in delta.tokens] == choice.completion.token_ids
 
 

@@ -17,6 +17,7 @@ from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
 from tests.chat_templates import ALL, FAITHFUL, STYLES, SYSTEM, TOOLS, USER, call, calling, renderer, tokenizer, turn
+from tests.deltas import calls_of
 
 # ---- encoding ----
 
@@ -187,7 +188,7 @@ def test_streams_concatenate_to_what_parse_returns(name: str, drawn: list, stops
     assert message == stream.message()
     assert message.content == "".join(delta.text for delta in deltas)
     assert message.reasoning == "".join(delta.reasoning for delta in deltas)
-    assert message.tool_calls == tuple(made for delta in deltas for made in delta.tool_calls)
+    assert message.tool_calls == calls_of(deltas)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "tiny"])

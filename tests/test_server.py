@@ -17,7 +17,8 @@ import pytest
 
 from minirllm.errors import UserError
 from minirllm.server import Server, build_app
-from minirllm.session import Session, Sessions
+from minirllm.session import Session
+from minirllm.sessions import Sessions
 from minirllm.types import SamplingParams
 from tests.endpoint import ADMIN, CALL, KEY, TOOL, USER, Place, error_of, raw, serving, until
 

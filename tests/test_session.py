@@ -15,7 +15,7 @@ from minirllm.errors import (
     UserError,
 )
 from minirllm.inflight import identify, prompt_digest
-from minirllm.session import Sessions
+from minirllm.sessions import Sessions
 from minirllm.types import Delta, Message, ModelRequest, SamplingParams
 from tests.fake_engine import RENDERER, TOOL, FakeEngine, ask, chat, check, said, session
 
@@ -211,7 +211,7 @@ async def test_the_registry() -> None:
 
 
 async def test_closed_sessions_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minirllm.session.CLOSED_KEPT", 3)
+    monkeypatch.setattr("minirllm.sessions.CLOSED_KEPT", 3)
     sessions = Sessions(FakeEngine(), RENDERER, model="m")
     for name in "abcda":
         sessions.create(name)
@@ -221,3 +221,13 @@ async def test_closed_sessions_are_not_remembered_for_ever(monkeypatch: pytest.M
         sessions.get("c")
     with pytest.raises(UnknownSession):
         sessions.get("b")
+
+
+async def test_counting_a_prompt_leaves_no_trace() -> None:
+    s = session(FakeEngine())
+    first = await ask(s, chat("a"))
+    before = dict(s.counters), s.tokens_used, s.tree.num_tokens, len(s.steps)
+    assert s.count(chat("a")) == len(first.prompt_ids)
+    assert s.count(chat("a", said(first), "more")) > len(first.prompt_ids)
+    assert s.count(ModelRequest(prompt=[5, 6, 7])) == 3
+    assert (dict(s.counters), s.tokens_used, s.tree.num_tokens, len(s.steps)) == before

@@ -13,7 +13,7 @@ import pytest
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, UserError
 from minirllm.server import Server, build_app
-from minirllm.session import Sessions
+from minirllm.sessions import Sessions
 from minirllm.stack import serving
 
 TINY = Config(model="tiny", max_tokens=12, slots=4)

@@ -14,6 +14,7 @@ from minirllm.syntaxes import SYNTAXES
 from minirllm.syntaxes.calls import parsed_arguments, read_json, same_call
 from minirllm.syntaxes.reader import TurnReader
 from minirllm.types import Message, ToolCall
+from tests.deltas import calls_of
 
 TOOLS = [
     {
@@ -224,7 +225,7 @@ def test_text_is_not_held_back_longer_than_needed() -> None:
     assert [reader.feed(piece).text for piece in pieces] == ["Hel", "lo", " wor", "ld", " So", " <b>"]
     deltas = [reader.feed(piece) for piece in (" <tool_call>", '{"name": "f"}', "</tool_call>", " ")]
     assert [delta.text for delta in deltas] == ["", "", "", ""]
-    assert [len(delta.tool_calls) for delta in deltas] == [0, 0, 1, 0]  # sent as soon as it is complete
+    assert [len(delta.calls) for delta in deltas] == [0, 0, 1, 0]  # sent as soon as it is complete
     assert reader.finish().text == ""
 
 
@@ -254,4 +255,4 @@ def test_pieces_of_any_size_give_the_same_turn(
     assert message == read(text, syntax, stops, thinking)
     assert message.content == "".join(delta.text for delta in deltas)
     assert message.reasoning == "".join(delta.reasoning for delta in deltas)
-    assert message.tool_calls == tuple(call for delta in deltas for call in delta.tool_calls)
+    assert message.tool_calls == calls_of(deltas)

@@ -14,7 +14,7 @@ from minirllm.flow import TaskModule, import_path, load_task, task_names
 from minirllm.returns import verdict
 from minirllm.rollouts import Runner
 from minirllm.server import Server, build_app
-from minirllm.session import Sessions
+from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task
 from tests.fake_engine import RENDERER, FakeEngine
 

@@ -39,10 +39,14 @@ class AnswerStream(Protocol):
 class Dialect(Protocol):
     """What a dialect module offers."""
 
-    ROUTE: str  # below .../v1/
+    ROUTES: tuple[str, ...]  # whole paths, below the session's prefix; they may hold path parameters
+    COUNT: tuple[str, ...]  # routes that only count a prompt's tokens
 
-    def parse(self, body: Any) -> ModelRequest:
+    def parse(self, body: Any, route: str) -> ModelRequest:
         """The request in the one internal form. Raises RequestError naming the field."""
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """The answer of the COUNT routes."""
 
     def response(self, reply: ModelReply, request: ModelRequest, token_text: TokenText) -> dict[str, Any]:
         """The whole answer as JSON."""

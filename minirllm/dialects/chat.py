@@ -14,13 +14,13 @@ from typing import Any
 from minirllm.dialects import fields as read
 from minirllm.dialects import openai, response_format
 from minirllm.dialects.fields import Fields
-from minirllm.dialects.openai import TokenText, error
+from minirllm.dialects.openai import COUNT, TokenText, counted, error
 from minirllm.errors import RequestError
-from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, ToolCall
+from minirllm.types import CallDelta, Delta, Message, ModelReply, ModelRequest, SampledToken, ToolCall
 
-__all__ = ["ROUTE", "Stream", "error", "parse", "response"]
+__all__ = ["COUNT", "ROUTES", "Stream", "counted", "error", "parse", "response"]
 
-ROUTE = "chat/completions"
+ROUTES: tuple[str, ...] = ("/v1/chat/completions",)
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _UNSUPPORTED: dict[str, Any] = {
@@ -36,7 +36,7 @@ _UNSUPPORTED: dict[str, Any] = {
 _INSTEAD = {"functions": "use tools", "function_call": "use tool_choice", "modalities": "only ['text'] is"}
 
 
-def parse(body: Any) -> ModelRequest:
+def parse(body: Any, route: str = ROUTES[0]) -> ModelRequest:
     """The request in the one internal form. Raises RequestError naming the field."""
     fields = Fields(body)
     fields.refuse(_UNSUPPORTED, _INSTEAD)
@@ -183,6 +183,12 @@ def _call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def _call_piece(call: CallDelta) -> dict[str, Any]:
+    head = {"id": call.id, "type": "function"} if call.id else {}
+    function = {"name": call.name} if call.id else {}
+    return {"index": call.index, **head, "function": {**function, "arguments": call.arguments}}
+
+
 def _logprobs(tokens: Sequence[SampledToken], request: ModelRequest, token_text: TokenText) -> dict[str, Any] | None:
     if not (request.logprobs or request.return_token_ids):
         return None
@@ -218,9 +224,8 @@ class Stream(openai.Stream):
             content["content"] = delta.text
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
-        if delta.tool_calls:
-            calls = enumerate(delta.tool_calls, already.tool_calls)
-            content["tool_calls"] = [{"index": index, **_call_json(call)} for index, call in calls]
+        if delta.calls:
+            content["tool_calls"] = [_call_piece(call) for call in delta.calls]
         entry: dict[str, Any] = {"index": delta.index, "delta": content, "logprobs": None, "finish_reason": None}
         if delta.tokens:
             entry["logprobs"] = _logprobs(delta.tokens, self.request, self.token_text)

@@ -13,19 +13,19 @@ from typing import Any
 from minirllm.dialects import fields as read
 from minirllm.dialects import openai, response_format
 from minirllm.dialects.fields import Fields
-from minirllm.dialects.openai import TokenText, error
+from minirllm.dialects.openai import COUNT, TokenText, counted, error
 from minirllm.errors import RequestError
 from minirllm.types import Delta, ModelReply, ModelRequest, SampledToken
 
-__all__ = ["ROUTE", "Stream", "error", "parse", "response"]
+__all__ = ["COUNT", "ROUTES", "Stream", "counted", "error", "parse", "response"]
 
-ROUTE = "completions"
+ROUTES: tuple[str, ...] = ("/v1/completions",)
 
 _UNSUPPORTED: dict[str, Any] = {"suffix": "", "echo": False, "prompt_embeds": None}
 _INSTEAD = {"echo": "put the prompt before the answer yourself"}
 
 
-def parse(body: Any) -> ModelRequest:
+def parse(body: Any, route: str = ROUTES[0]) -> ModelRequest:
     """The request in the one internal form. Raises RequestError naming the field."""
     fields = Fields(body)
     fields.refuse(_UNSUPPORTED, _INSTEAD)

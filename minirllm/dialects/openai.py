@@ -9,18 +9,24 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from minirllm.dialects import response_format
 from minirllm.errors import RequestError
-from minirllm.types import Choice, Completion, Delta, ModelReply, ModelRequest, SampledToken
+from minirllm.types import CallDelta, Choice, Completion, Delta, Message, ModelReply, ModelRequest, SampledToken
 
 TokenText = Callable[[int], str]  # the text of one token id
 
 DONE = "data: [DONE]\n\n"
+COUNT: tuple[str, ...] = ()  # OpenAI has no route that counts a prompt's tokens
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def counted(tokens: int) -> dict[str, Any]:
+    """Never called, since there is no route that counts."""
+    raise NotImplementedError
 
 
 def error(problem: RequestError) -> dict[str, Any]:
@@ -118,7 +124,7 @@ class Stream(ABC):
     def delta(self, delta: Delta) -> list[str]:
         """The event for one piece; none when it holds nothing this client asked for."""
         tokens_wanted = self.request.logprobs or self.request.return_token_ids
-        if not (delta.text or delta.reasoning or delta.tool_calls or (delta.tokens and tokens_wanted)):
+        if not (delta.text or delta.reasoning or delta.calls or (delta.tokens and tokens_wanted)):
             return []
         entry = self.piece(delta, self.sent[delta.index])
         self.sent[delta.index].add(delta)
@@ -155,20 +161,33 @@ class Stream(ABC):
 
 @dataclass
 class Sent:
-    """How much of one choice was streamed: characters, calls, tokens, and the characters of those tokens."""
+    """How much of one choice was streamed: characters, tokens, and of each call its id and characters of arguments."""
 
     text: int = 0
     reasoning: int = 0
-    tool_calls: int = 0
     tokens: int = 0
+    calls: list[tuple[str, int]] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         self.text += len(delta.text)
         self.reasoning += len(delta.reasoning)
-        self.tool_calls += len(delta.tool_calls)
+        for call in delta.calls:
+            if call.id:
+                self.calls.append((call.id, 0))
+            known, length = self.calls[call.index]
+            self.calls[call.index] = (known, length + len(call.arguments))
         self.tokens += len(delta.tokens)
 
     def rest(self, choice: Choice) -> Delta:
         message, tokens = choice.message, sampled(choice.completion)
         text, reasoning = message.content[self.text :], message.reasoning[self.reasoning :]
-        return Delta(choice.index, text, reasoning, message.tool_calls[self.tool_calls :], tuple(tokens[self.tokens :]))
+        return Delta(choice.index, text, reasoning, tuple(self._calls(message)), tuple(tokens[self.tokens :]))
+
+    def _calls(self, message: Message) -> Iterator[CallDelta]:
+        begun, total = {id: (index, length) for index, (id, length) in enumerate(self.calls)}, len(self.calls)
+        for call in message.tool_calls:
+            if call.id not in begun:
+                yield CallDelta(total, call.id, call.name, call.arguments)
+                total += 1
+            elif rest := call.arguments[begun[call.id][1] :]:
+                yield CallDelta(begun[call.id][0], arguments=rest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minirllm.syntaxes.calls import Calls, Tools, ToolSyntax
-from minirllm.types import Delta, Message, ToolCall
+from minirllm.types import CallDelta, Delta, Message, ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -89,8 +89,10 @@ class TurnReader:
         self._buffer += text
         while self._state(final):
             pass
-        calls, self._announced = tuple(self._calls[self._announced :]), len(self._calls)
-        delta = Delta(index=0, text=self._delta_text, reasoning=self._delta_reasoning, tool_calls=calls)
+        news = enumerate(self._calls[self._announced :], self._announced)
+        calls = tuple(CallDelta(index, call.id, call.name, call.arguments) for index, call in news)
+        self._announced = len(self._calls)
+        delta = Delta(index=0, text=self._delta_text, reasoning=self._delta_reasoning, calls=calls)
         self._delta_text = self._delta_reasoning = ""
         return delta
 
