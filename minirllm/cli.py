@@ -54,6 +54,9 @@ class _Group(click.Group):
             raise _Refusal(str(error)) from error
         except EngineError as error:
             raise _Refusal(_sentence(error)) from error
+        except KeyboardInterrupt:
+            click.echo("\nStopped.", err=True)
+            raise SystemExit(130) from None
 
 
 def _options(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,6 +5,7 @@ Owns: those four. Does not know: what is in the files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -34,6 +35,8 @@ def write_whole(path: Path, text: str) -> None:
         sync(partial)
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(f"Cannot write {path}: {why(error)}.") from None
 
 

@@ -162,6 +162,12 @@ def test_interrupting_says_how_to_go_on(place, work):
     assert result.stderr == "\nStopped. Continue with: minirllm train mine.py --run r --runs-dir out --resume\n"
 
 
+def test_interrupting_any_other_command_leaves_no_traceback(place, work):
+    work.error = KeyboardInterrupt()
+    result = invoke("eval", "mine.py")
+    assert (result.exit_code, result.stderr) == (130, "\nStopped.\n")
+
+
 def test_a_run_that_stopped_early_is_not_done_and_says_how_to_go_on(place, work):
     work.row = {"step": 3}
     result = invoke("train", "mine.py", "--run", "r", "--quiet")

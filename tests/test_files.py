@@ -66,6 +66,13 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         write_whole(tmp_path / "file" / "a.txt", "text")
 
 
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()  # no file can be renamed over it
+    with pytest.raises(UserError, match="Cannot write"):
+        write_whole(tmp_path / "a.txt", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
 def test_a_run_folder_whose_lock_cannot_be_written_is_refused_in_a_sentence_and_let_go(tmp_path: Path) -> None:
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
