@@ -48,10 +48,11 @@ soak: | $(BIN)/python
 	mkdir -p $(BASELINES)
 	$(BIN)/python benchmarks/soak.py --out $(BASELINES)/soak.json
 
-# Half an hour: kills and resumptions, the soak, and whether TRL repeats itself.
+# Half an hour: kills and resumptions, the soak, the price of each level, and whether TRL repeats itself.
 bench-reproducibility: .venv-trl/installed | $(BIN)/python
 	$(BIN)/python benchmarks/reproducibility.py kills
 	$(MAKE) soak
+	$(BIN)/python benchmarks/side_by_side.py --case a --out $(BASELINES)/levels.json
 	.venv-trl/bin/python benchmarks/peers/trl_repeat.py --prompts 2 --group 4 --new-tokens 16 --steps 4 \
 		$$($(BIN)/python -c 'from minirllm import models; print(models.resolve("smollm2-135m").path)') \
 		> $(BASELINES)/trl_repeat.json

@@ -116,11 +116,11 @@ def main() -> None:
     parser.add_argument("--trl-python")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--determinism", default="auto")
-    parser.add_argument("--no-price", action="store_true", help="leave out ours without the exact level")
+    parser.add_argument("--no-price", action="store_true", help="leave out ours at the other levels")
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/baselines/side_by_side.json"))
     parser.add_argument("--ours", type=int, help="(internal) run ours with this many sentences and print JSON")
+    parser.add_argument("--determinism", default="auto", help="(internal) and at this level")
     options = parser.parse_args()
     if options.ours:
         print(json.dumps(ours(options.ours, options.steps, options.determinism)))
@@ -129,13 +129,13 @@ def main() -> None:
     gflops = gflops_per_second()
     result: dict[str, Any] = {"machine": machine(), "gflops_per_second": gflops, "cases": {}}
     for name in options.case or list(CASES):
-        sentences, found = CASES[name]["sentences"], {"trl": [], "ours": [], "fast": []}
+        sentences, found = CASES[name]["sentences"], {"trl": [], "ours": [], "fixed": [], "off": []}
         common = ["--steps", str(options.steps)]
         for _ in range(options.rounds):
             this = [sys.executable, __file__, "--ours", str(sentences), *common]
             found["ours"].append(child([*this, "--determinism", "auto"]))
-            if not options.no_price:
-                found["fast"].append(child([*this, "--determinism", "off"]))
+            for level in () if options.no_price else ("fixed", "off"):
+                found[level].append(child([*this, "--determinism", level]))
             if options.trl_python:
                 script = str(Path(__file__).parent / "peers/trl_steps.py")
                 found["trl"].append(child([options.trl_python, script, folder, "--sentences", str(sentences), *common]))
