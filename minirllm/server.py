@@ -29,12 +29,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minirllm.dialects import DIALECTS, Dialect
+from minirllm.dialects import DIALECTS, KEEPING, KeepingDialect
+from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import error as openai_error
 from minirllm.errors import EngineError, QuotaExceeded, RequestError, Stalled, Unauthorized, UserError
 from minirllm.exchange import STALLED, ClientGone, Exchange, decode_json, read_body
 from minirllm.session import Session
 from minirllm.sessions import Sessions
+from minirllm.types import ModelRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Endpoint:
         self.sessions, self.model, self.serve_session = sessions, model, serve_session
         self.admin_key, self.max_body, self.keep_alive = admin_key, max_body, keep_alive
         self.exchanges: set[Exchange] = set()
+        self._kept: WeakKeyDictionary[Session, Kept] = WeakKeyDictionary()
 
     def session(self, sid: str | None, headers: Mapping[str, str]) -> Session:
         """The open session a request belongs to, its key checked. Raises RequestError with 401, 404 or 410."""
@@ -84,6 +87,25 @@ class Endpoint:
             session.refused += 1
             counts = f"{calls} open and {session.refused} refused calls"
             raise QuotaExceeded(f"Session {session.id!r} may make {session.max_calls} model calls and has {counts}.")
+
+    def kept(self, session: Session) -> Kept:
+        """The answers of the session that can be asked for again. They go when it goes."""
+        return self._kept.setdefault(session, Kept(session.steps))
+
+    def parse(self, name: str, body: Any, route: str, session: Session) -> ModelRequest:
+        """The request that a body is in the dialect of this name."""
+        keeping = KEEPING.get(name)
+        return keeping.parse(body, route, self.kept(session)) if keeping else DIALECTS[name].parse(body, route)
+
+    def recall(self, keeping: KeepingDialect, method: str, route: str) -> Callable[..., Any]:
+        """The app of a route on kept answers."""
+
+        async def app(request: Request) -> Response:
+            session = self.session(request.path_params.get("sid"), request.headers)
+            id, query = request.path_params["id"], request.query_params
+            return JSONResponse(keeping.recall(method, route, id, query, self.kept(session)))
+
+        return app
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self.model})
@@ -162,8 +184,8 @@ def check_key(headers: Mapping[str, str], key: str) -> None:
 class ModelRoute:
     """The ASGI app of one route of a dialect."""
 
-    def __init__(self, endpoint: Endpoint, dialect: Dialect, route: str):
-        self.endpoint, self.dialect, self.route = endpoint, dialect, route
+    def __init__(self, endpoint: Endpoint, name: str, route: str):
+        self.endpoint, self.name, self.dialect, self.route = endpoint, name, DIALECTS[name], route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -174,7 +196,7 @@ class ModelRoute:
             self.endpoint.admit(session)
             exchange.session = session
             body = await read_body(headers, receive, self.endpoint.max_body)
-            request = self.dialect.parse(decode_json(body), self.route)
+            request = self.endpoint.parse(self.name, decode_json(body), self.route, session)
             if self.route in self.dialect.COUNT:
                 await exchange.answer(self.dialect.counted(session.count(request)))
             else:
@@ -237,10 +259,14 @@ def build_app(
     endpoint = Endpoint(sessions, model, serve_session, admin_key, max_body, keep_alive)
     one = "/sessions/{sid:path}"  # an id may hold ':' and '/', percent-encoded or not
     routes = [Route("/health", endpoint.health)]
-    for dialect in DIALECTS.values():
+    for name, dialect in DIALECTS.items():
         for route in (*dialect.COUNT, *dialect.ROUTES):
-            app = ModelRoute(endpoint, dialect, route)
+            app = ModelRoute(endpoint, name, route)
             routes += [Route(at + route, app, methods=["POST"]) for at in (one, "")]
+    for keeping in KEEPING.values():
+        for method, route in keeping.KEPT:
+            recall = endpoint.recall(keeping, method, route)
+            routes += [Route(at + route, recall, methods=[method]) for at in (one, "")]
     routes += [Route(f"{at}/v1/models", endpoint.models) for at in (one, "")]
     routes += [Route(at, endpoint.base, methods=["HEAD", "GET", "POST"]) for at in (f"{one}/v1", one)]
     routes += [

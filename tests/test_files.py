@@ -55,7 +55,7 @@ def test_space_is_advised_only_where_it_helps(tmp_path: Path) -> None:
 
     rights = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
     assert said(*rights).endswith("a.txt: Permission denied; let this user write there, or choose another folder.")
-    mount = "mount -t tmpfs -o ro none $0 && exec \"$@\""
+    mount = 'mount -t tmpfs -o ro none $0 && exec "$@"'
     read_only = said("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder))
     assert read_only.endswith("a.txt: Read-only file system; choose another folder.")
 

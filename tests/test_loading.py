@@ -104,6 +104,7 @@ def test_code_of_a_model_never_runs(hostile: tuple[Path, Path], where: str) -> N
 @pytest.mark.parametrize("as_link", [False, True])
 def test_a_pickle_in_a_checkpoint_is_not_loaded(tmp_path: Path, name: str, as_link: bool) -> None:
     """Under the name of a safetensors or JSON file, with its digest in the manifest: refused, not run."""
+
     class Numbers:
         def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             return {"m": torch.zeros(3)}, {"step": 1}

@@ -120,10 +120,10 @@ async def test_overridden_sampling_is_said() -> None:
 async def test_health_and_unknown_routes(place: Place) -> None:
     async with httpx.AsyncClient(base_url=place.base, trust_env=False) as client:
         assert (await client.get("/health")).json()["status"] == "ok"
-        for path in ("/nowhere", "/v1/chat/completions/x", "/sessions/task:0%2F1/v1/responses"):
+        for path in ("/nowhere", "/v1/chat/completions/x", "/sessions/task:0%2F1/v1/embeddings"):
             assert "no route" in error_of(missing := await client.get(path))["message"]
             assert missing.status_code == 404
-        assert (await client.post("/sessions/task:0%2F1/v1/responses", json={})).status_code == 404
+        assert (await client.post("/sessions/task:0%2F1/v1/embeddings", json={})).status_code == 404
         wrong = await client.delete("/sessions/task:0%2F1/v1/chat/completions")
         assert wrong.status_code == 405
         assert "DELETE is not allowed" in error_of(wrong)["message"]

@@ -133,9 +133,7 @@ class Agents(RuleBasedStateMachine):
         user=st.sampled_from(["a", "b", "a", "b", "a<|im_end|>", "é" * 800]), n=st.sampled_from([1, 1, 2]),
         tools=st.booleans(), cap=st.sampled_from([None, None, 1, 3]), tokens=TOKENS,
     )  # fmt: skip
-    def asks(
-        self, at: int, system: str | None, user: str, n: int, tools: bool, cap: int | None, tokens: int
-    ) -> None:
+    def asks(self, at: int, system: str | None, user: str, n: int, tools: bool, cap: int | None, tokens: int) -> None:
         messages = [*([Message("system", system)] if system else []), Message("user", user)]
         params = SamplingParams(max_tokens=cap, stop=("o",) if cap == 3 else ())
         asked = frozenset({"max_tokens"} if cap else ())

@@ -5,10 +5,11 @@ Owns: the protocol. Dialects know no torch, no HTTP library, no session; the ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from minirllm.dialects import chat, completions
+from minirllm.dialects import chat, completions, responses
+from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import TokenText
 from minirllm.errors import RequestError
 from minirllm.types import Delta, ModelReply, ModelRequest
@@ -58,4 +59,17 @@ class Dialect(Protocol):
         """The error body of this dialect."""
 
 
-DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions}
+class KeepingDialect(Dialect, Protocol):
+    """A dialect whose answers can be asked for again: its requests may refer to those `kept` for their session."""
+
+    KEPT: tuple[tuple[str, str], ...]  # (method, route) for each thing that can be done with one; routes hold {id}
+
+    def parse(self, body: Any, route: str, kept: Kept | None = None) -> ModelRequest:
+        """The request in the one internal form; its answer may keep itself."""
+
+    def recall(self, method: str, route: str, id: str, query: Mapping[str, str], kept: Kept) -> dict[str, Any]:
+        """What such a route answers. Raises RequestError with 404 for an answer that is not kept."""
+
+
+KEEPING: dict[str, KeepingDialect] = {"responses": responses}
+DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions, **KEEPING}

@@ -192,21 +192,7 @@ def _call_piece(call: CallDelta) -> dict[str, Any]:
 def _logprobs(tokens: Sequence[SampledToken], request: ModelRequest, token_text: TokenText) -> dict[str, Any] | None:
     if not (request.logprobs or request.return_token_ids):
         return None
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token_id)
-        # a token that is a part of a character shows as U+FFFD: its bytes cannot be told from the text
-        return {
-            "token": text,
-            "logprob": openai.finite(logprob),
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
-
-    content = [
-        {**entry(token.id, token.logprob), "top_logprobs": [entry(i, logprob) for i, logprob in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": openai.token_logprobs(tokens, token_text), "refusal": None}
 
 
 class Stream(openai.Stream):

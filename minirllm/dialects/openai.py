@@ -76,6 +76,24 @@ def sampled(completion: Completion) -> list[SampledToken]:
     return [SampledToken(i, logprob, top) for i, logprob, top in rows]
 
 
+def token_logprobs(tokens: Sequence[SampledToken], token_text: TokenText) -> list[dict[str, Any]]:
+    """What chat and responses say of each token."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token_id)
+        # a token that is a part of a character shows as U+FFFD: its bytes cannot be told from the text
+        return {
+            "token": text,
+            "logprob": finite(logprob),
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    return [
+        {**entry(token.id, token.logprob), "top_logprobs": [entry(i, logprob) for i, logprob in token.top]}
+        for token in tokens
+    ]
+
+
 def finite(logprob: float) -> float:
     """`logprob` as JSON can say it."""
     return max(logprob, LEAST_LOGPROB)

@@ -60,14 +60,19 @@ def parse(fields: Fields) -> dict[str, Any] | None:
     if value is None:
         return None
     form = Fields(value, "response_format")
-    kind = form.get("type")
+    nested = form.get("type") == "json_schema"
+    return checked(form, Fields(form.get("json_schema"), "response_format.json_schema") if nested else form)
+
+
+def checked(form: Fields, holder: Fields | None = None) -> dict[str, Any] | None:
+    """The same for a `form` that stands elsewhere; its schema stands in `holder`, or in itself."""
+    kind, holder = form.get("type"), holder or form
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": kind}
     if kind != "json_schema":
         raise form.wrong("type", "text, json_object or json_schema")
-    holder = Fields(form.get("json_schema"), "response_format.json_schema")
     schema = holder.get("schema")
     try:
         if _size(schema) > _MOST_VALUES:
