@@ -71,8 +71,11 @@ class Stream:
         return [self._event(f"response.{what}", response=self.body) for what in ("created", "in_progress")]
 
     def keep_alive(self) -> list[str]:
-        """An event that says nothing new: clients' idle timers count events, not comments."""
-        return [self._event("response.in_progress", response=self.body)]
+        """An event that says nothing new: clients' idle timers count events, not comments. It holds what its type must
+        have, and nothing of the request, which may be large."""
+        told = {key: self.body[key] for key in ("id", "object", "created_at", "status", "model")}
+        empty = {"output": [], "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        return [self._event("response.in_progress", response=told | empty)]
 
     def delta(self, delta: Delta) -> list[str]:
         """The events for one piece."""
