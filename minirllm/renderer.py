@@ -226,6 +226,11 @@ class Stream:
         first, last = self._reader.feed(rest), self._reader.finish()
         return Delta(0, first.text + last.text, first.reasoning + last.reasoning, first.calls + last.calls)
 
+    @property
+    def stopped(self) -> str:
+        """The stop string that ended the turn; "" for none."""
+        return self._reader.stopped
+
     def message(self) -> Message:
         """The whole turn, after `finish`."""
         return self._reader.message()

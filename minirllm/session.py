@@ -326,7 +326,7 @@ class Session:
         self.tokens_used += len(flight.prompt_ids) + len(completion.token_ids)
         self.counters["truncated"] += completion.finish_reason == "length"
         self.counters["malformed_tool_calls"] += message.malformed
-        return Choice(index, call_id, message, completion, reason)
+        return Choice(index, call_id, message, completion, reason, flight.samples[index].stream.stopped)
 
     def _abort(self, flight: Flight) -> None:
         """Cancel it, record what was sampled as aborted, and forget the request: sent again, it gets the same seeds."""

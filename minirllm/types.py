@@ -133,6 +133,7 @@ class Choice:
     message: Message  # for raw completions only `content` is used
     completion: Completion
     finish_reason: str  # stop | length | tool_calls
+    stop: str = ""  # the stop string that ended it, if one did
 
 
 @dataclass(slots=True)

@@ -199,24 +199,24 @@ def test_raw_text_keeps_its_tags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "content"),
+    ("text", "stops", "content", "stop"),
     [
-        ("one\ntwo", ("\n",), "one"),
-        ("abc", ("",), "abc"),
-        ("abcd", ("abcd", "c"), "ab"),  # "c" is complete first, as if it came character by character
-        ("aab", ("ab",), "a"),
-        ("ends in EN", ("END",), "ends in EN"),
-        ("<think>a END b</think>c", ("END",), ""),
+        ("one\ntwo", ("\n",), "one", "\n"),
+        ("abc", ("",), "abc", ""),
+        ("abcd", ("abcd", "c"), "ab", "c"),  # "c" is complete first, as if it came character by character
+        ("aab", ("ab",), "a", "ab"),
+        ("ends in EN", ("END",), "ends in EN", ""),
+        ("<think>a END b</think>c", ("END",), "", "END"),
     ],
 )
-def test_stop_strings(text: str, stops: tuple[str, ...], content: str) -> None:
+def test_stop_strings(text: str, stops: tuple[str, ...], content: str, stop: str) -> None:
     assert read(text, None, stops).content == content
     reader = TurnReader(None, (), stops)
     for character in text:
         reader.feed(character)
     reader.finish()
     assert reader.message().content == content
-    assert reader.stopped == (content != text)
+    assert reader.stopped == stop
 
 
 def test_text_is_not_held_back_longer_than_needed() -> None:

@@ -40,10 +40,7 @@ def parse(body: Any, route: str = ROUTES[0]) -> ModelRequest:
     """The request in the one internal form. Raises RequestError naming the field."""
     fields = Fields(body)
     fields.refuse(_UNSUPPORTED, _INSTEAD)
-    logprobs = fields.flag("logprobs")
-    top_logprobs = fields.integer("top_logprobs", 0, read.MAX_TOP_LOGPROBS) or 0
-    if top_logprobs and not logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    logprobs, top_logprobs = read.logprobs(fields)
     messages = fields.list("messages", read.MAX_MESSAGES)
     if not messages:
         raise RequestError("messages must be a list with at least one message.", "messages")
@@ -115,14 +112,7 @@ def _tool_call(value: Any, at: str) -> ToolCall:
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif arguments is not None and not isinstance(arguments, str):
         raise function.wrong("arguments", "JSON text")
-    return ToolCall(fields.text("id"), _name(function), arguments or "{}")
-
-
-def _name(fields: Fields) -> str:
-    name = fields.text("name")
-    if not name:
-        raise fields.wrong("name", "a non-empty string")
-    return name
+    return ToolCall(fields.text("id"), read.name(function), arguments or "{}")
 
 
 def _tool(value: Any, at: str) -> dict[str, Any]:
@@ -132,7 +122,7 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
             f"{at}.type {read.shown(fields.get('type'))} is not supported here: only function tools are.", f"{at}.type"
         )
     function = Fields(fields.get("function"), f"{at}.function")
-    _name(function)
+    read.name(function)
     function.text("description")
     if function.get("parameters") is not None:
         Fields(function.get("parameters"), f"{at}.function.parameters")
@@ -149,7 +139,7 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> str | dict[str,
         return "required"
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise fields.wrong("tool_choice", "auto, none, required or {'type': 'function', 'function': {'name': ...}}")
-    name = _name(Fields(choice.get("function"), "tool_choice.function"))
+    name = read.name(Fields(choice.get("function"), "tool_choice.function"))
     if name not in [tool["function"]["name"] for tool in tools]:
         raise RequestError(f"tool_choice names {read.shown(name)}, which is not in tools.", "tool_choice")
     return {"type": "function", "function": {"name": name}}

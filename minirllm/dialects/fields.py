@@ -6,7 +6,9 @@ A field that is null counts as absent. Unknown fields are never looked at, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minirllm.errors import RequestError
@@ -31,6 +33,12 @@ def shown(value: Any) -> str:
 def no_constant(name: str) -> Any:
     """For ``json.loads(parse_constant=...)``: Python reads NaN and Infinity, JSON does not have them."""
     raise ValueError(f"{name} is not a JSON number")
+
+
+def sayable(text: str) -> Any:
+    """The value of JSON text, so that it can be said again: of 1e999, which no float can hold, the greatest one."""
+    most = sys.float_info.max
+    return json.loads(text, parse_float=lambda digits: min(max(float(digits), -most), most))
 
 
 class Fields:
@@ -104,6 +112,22 @@ class Fields:
                 raise RequestError(f"{self.path(name)} is not supported here: {advice}.", self.path(name))
 
 
+def name(fields: Fields) -> str:
+    """The name that something must have."""
+    given = fields.text("name")
+    if not given:
+        raise fields.wrong("name", "a non-empty string")
+    return given
+
+
+def logprobs(fields: Fields) -> tuple[bool, int]:
+    """(`logprobs`: are they wanted?, `top_logprobs`: of how many other tokens)."""
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if top and not wanted:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    return wanted, top
+
+
 #: Known to both dialects and not supported, with the value that asks for nothing.
 UNSUPPORTED: dict[str, Any] = {
     "logit_bias": {},
@@ -114,20 +138,26 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 
-def sampling(fields: Fields, top_logprobs: int) -> tuple[SamplingParams, frozenset[str]]:
-    """The sampling parameters, and the names of those the caller sent."""
+def sampling(
+    fields: Fields, top_logprobs: int, names: Mapping[str, str] | None = None
+) -> tuple[SamplingParams, frozenset[str]]:
+    """The sampling parameters, and the names of those the caller sent. `names`: what a dialect calls them otherwise."""
     fields.refuse(UNSUPPORTED)
+
+    def called(name: str) -> str:
+        return (names or {}).get(name, name)
+
     max_tokens = fields.integer("max_completion_tokens", 1)
-    top_k = fields.integer("top_k", -1)
+    top_k = fields.integer(called("top_k"), -1)
     sent: dict[str, Any] = {
-        "max_tokens": fields.integer("max_tokens", 1) if max_tokens is None else max_tokens,
+        "max_tokens": fields.integer(called("max_tokens"), 1) if max_tokens is None else max_tokens,
         "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
+        "top_p": fields.number(called("top_p"), 0, 1),
         "top_k": None if top_k is None else max(top_k, 0),
         "min_p": fields.number("min_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "stop": _stops(fields) or None,
+        "presence_penalty": fields.number(called("presence_penalty"), -2, 2),
+        "frequency_penalty": fields.number(called("frequency_penalty"), -2, 2),
+        "stop": _stops(fields, called("stop")) or None,
         "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
         "seed": fields.integer("seed", -(2**63), 2**63 - 1),
         "ignore_eos": fields.flag("ignore_eos") or None,
@@ -136,13 +166,13 @@ def sampling(fields: Fields, top_logprobs: int) -> tuple[SamplingParams, frozens
     return SamplingParams(**sent, top_logprobs=top_logprobs), frozenset(sent)
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stop = fields.get("stop")
+def _stops(fields: Fields, name: str) -> tuple[str, ...]:
+    stop = fields.get(name)
     stops = [stop] if isinstance(stop, str) else stop or []
     short = isinstance(stops, list) and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP for stop in stops)
     if not short or len(stops) > MAX_STOPS:
         kind = f"a string of 1 to {MAX_STOP} characters"
-        raise fields.wrong("stop", f"{kind} or a list of at most {MAX_STOPS} of them")
+        raise fields.wrong(name, f"{kind} or a list of at most {MAX_STOPS} of them")
     return tuple(stops)
 
 

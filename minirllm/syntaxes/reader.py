@@ -37,7 +37,7 @@ class TurnReader:
         self._syntax = syntax
         self._tools = tools
         self._stops = tuple(stop for stop in stops if stop)
-        self.stopped = False  # a stop string was found: nothing that follows counts
+        self.stopped = ""  # the stop string that was found: nothing that follows counts
         self.malformed = False
         self._held = ""  # may be the beginning of a stop string
         self._buffer = ""  # not yet decided what it is
@@ -79,8 +79,9 @@ class TurnReader:
         text = self._held + text
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            self.stopped, self._held = text[at:end], ""
+            return text[:at]
         keep = _open_end(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
