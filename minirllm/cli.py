@@ -1,4 +1,4 @@
-"""The command line: ``minirllm train | eval | serve | show | replay | diff``.
+"""The command line: ``minirllm train | eval | serve | show | replay | diff | harness``.
 
 Owns: options (made from Config's fields: one copy of their meaning), their precedence, how errors are shown. Does not
 know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are
@@ -26,10 +26,14 @@ from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
 
 TRAIN = (
-    "model", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature", "max_tokens", "concurrency",
-    "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir", "run", "trackers",
+    "model", "harness", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature", "max_tokens",
+    "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir", "run",
+    "trackers",
 )  # fmt: skip
-EVAL = ("model", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism", "threads", "data", "runs_dir")
+EVAL = (
+    "model", "harness", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism", "threads", "data",
+    "runs_dir",
+)  # fmt: skip
 SERVE = ("model", "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
@@ -120,6 +124,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
             raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
         own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
         settings = replace(_config(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
+    _prepare(settings.harness, quiet)
     where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
     again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
     try:
@@ -160,6 +165,7 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
     """Evaluate a model on the held-out tasks of TASK."""
     module = flow.load_task(task)
     settings, folder = _with_checkpoint(options, module.defaults, checkpoint)
+    _prepare(settings.harness)
     click.echo(_module("evaluate").run(module, settings, n=n, split=split, checkpoint=folder, output=output))
 
 
@@ -235,6 +241,54 @@ def diff(run_a: str, run_b: str, runs_dir: str) -> None:
     """Say where RUN_A and RUN_B part, and what differs around them: exit code 0 when they are equal, else 1."""
     alike = _module("tools.diff").diff(_run(run_a, runs_dir), _run(run_b, runs_dir))
     raise SystemExit(0 if alike else 1)
+
+
+@cli.group()
+def harness() -> None:
+    """Agent programs that can be trained as they are: --harness NAME of train and eval."""
+
+
+@harness.command("list")
+def list_harnesses() -> None:
+    """What there is, installed or not."""
+    rows = [("NAME", "VERSION", "DIALECT", "STATE", ""), *_module("tools.harness").table()]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+
+
+@harness.command("show")
+@click.argument("name")
+@click.option("--full", is_flag=True, help="As its users run it, not in its leanest form.")
+def show_harness(name: str, full: bool) -> None:
+    """The exact command, environment and files with which NAME is run."""
+    click.echo(_module("tools.harness").show(_module("harness").find(name), full))
+
+
+@harness.command("install")
+@click.argument("name")
+def install_harness(name: str) -> None:
+    """Install NAME into the cache folder; `train` and `eval` do it when they need it."""
+    _prepare(name)
+    click.echo(f"{name} is installed: {_module('harness').find(name).folder}")
+
+
+@harness.command("check")
+@click.argument("name")
+@click.option("--full", is_flag=True, help="As its users run it, not in its leanest form.")
+def check_harness(name: str, full: bool) -> None:
+    """Run NAME against a scripted model: exit code 0 when it changed a file and every call was captured, else 1."""
+    _prepare(name)
+    report = _module("tools.harness").check(name, full)
+    click.echo(report)
+    raise SystemExit(0 if report.passed else 1)
+
+
+def _prepare(name: str, quiet: bool = False) -> None:
+    """Install the harness of this name, if there is one and it is not installed."""
+    if name:
+        say = (lambda line: None) if quiet else click.echo
+        _module("tools.install").ensure(_module("harness").find(name), say)
 
 
 def _with_checkpoint(

@@ -36,6 +36,9 @@ class Config:
         "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
     )
     date: str = option("", "the date, YYYY-MM-DD, that some chat templates print (default: the day the run began)")
+    # who acts
+    harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")
+    harness_full: bool = option(False, "the harness as its users run it, not in its leanest form")
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks per step", 1)

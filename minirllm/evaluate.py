@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirllm import watchdog
+from minirllm import harness, watchdog
 from minirllm.batch import mean_signals
 from minirllm.config import Config
 from minirllm.errors import UserError
@@ -122,9 +122,11 @@ def run(
     """Evaluate a model, or `checkpoint` of it, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
     tasks = task.train(config) if split == "train" else task.held_out(config)
 
+    agent = harness.agent(task, config)
+
     async def work() -> EvalResult:
         async with serving(config, weights=checkpoint) as stack:
-            runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
+            runner = Runner(stack.sessions, stack.base_url, agent, task.evaluator, config)
             try:
                 return await evaluate(runner, tasks[: config.eval_tasks or None], n, folder=output)
             finally:

@@ -1,6 +1,6 @@
 """What several modules do to files: write them whole, wait for the disk, know them by their bytes, say why it failed.
 
-Owns: those four. Does not know: what is in the files.
+Owns: those four, and where the cache folder is. Does not know: what is in the files.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ ADVICE = {
     errno.EPERM: "let this user write there, or choose another folder",
     errno.EROFS: "choose another folder",
 }
+
+
+def cache_root() -> Path:
+    """MINIRLLM_CACHE, else XDG_CACHE_HOME/minirllm, else ~/.cache/minirllm."""
+    if chosen := os.environ.get("MINIRLLM_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minirllm"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """What a user writes, made into what the runner runs: the decorators, the task file.
 
-Owns: `@rollout`, `@evaluator`, `load_task` (finding a task file and checking that it is whole). Does not know: models,
-HTTP, how an episode is run, what the functions may return (returns.py).
+Owns: `@rollout`, `@evaluator`, `load_task` (finding a task file and checking that it is whole), how tasks and harnesses
+are found by name. Does not know: models, HTTP, how an episode is run, what the functions may return (returns.py).
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from typing import Any, overload
 
 from minirllm.config import FIELDS, Config, nearest
 from minirllm.errors import TaskError, UserError
-from minirllm.types import AgentConfig, Episode, Task
+from minirllm.types import AgentConfig, Episode, ModelRequest, Task
 
 TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered under this name
 DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task.metadata`
-LOADING = "Task {} cannot be loaded: "
+LOADING = "{} {} cannot be loaded: "
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-CHECKOUT = Path(__file__).resolve().parent.parent / "tasks"
+CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 class AgentFlow:
     """An agent: ``fn(task, config)``, sync or async. Calling it calls the function."""
 
+    auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is not to be trained on
+
     def __init__(self, fn: Callable[..., Any], name: str):
         functools.update_wrapper(self, fn)
         self.fn, self.name, self.is_async = fn, name, _is_async(fn)
+        self.facts: dict[str, Any] = {}  # for the manifest
 
     def __call__(self, task: Task, config: AgentConfig) -> Any:
         return self.fn(task, config)
@@ -168,16 +171,25 @@ def check_tasks(tasks: Any, where: str) -> list[Task]:
 
 @dataclass(frozen=True)
 class TaskModule:
-    """A whole task: an agent, a grader and two sets of problems. `defaults` are config values below the user's own."""
+    """A whole task: a grader, two sets of problems, and an agent unless a harness is to be one. `defaults` are config
+    values below the user's own."""
 
     name: str
-    flow: AgentFlow
+    flow: AgentFlow | None
     evaluator: Evaluator
     make_train: Callable[[Config], Iterable[Task]]
     make_held_out: Callable[[Config], Iterable[Task]] | None
     path: Path | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     data_revision: str = ""
+
+    def agent(self) -> AgentFlow:
+        """Its own agent. Raises TaskError when it has none."""
+        if self.flow is None:
+            where = f"Task {self.name}" + (f" ({self.path})" if self.path else "")
+            what = "has no function decorated with @rollout; it needs an agent"
+            raise TaskError(f"{where} {what}: write one, or choose a harness, as in --harness bash.")
+        return self.flow
 
     def train(self, config: Config) -> list[Task]:
         """The training tasks, checked."""
@@ -221,43 +233,65 @@ def load_task(source: str | Path) -> TaskModule:
         module = import_path(Path(text))
         return _task_module(Path(text).stem, vars(module), module)
     module_name, colon, attribute = text.partition(":")
-    if not colon and (found := _find_name(text)) is not None:
-        return found
+    if not colon and (found := find_name("tasks", text)) is not None:
+        return _from_object(text, found)
     if not colon and "." not in text:
-        names = task_names()
+        known = names("tasks")
         raise TaskError(
-            f"There is no task {text!r}{nearest(text, names)}: give one of {', '.join(names)}, or a path ending in .py."
+            f"There is no task {text!r}{nearest(text, known)}: give one of {', '.join(known)}, or a path ending in .py."
         )
-    with _Users(LOADING.format(module_name)):
-        module = importlib.import_module(module_name)
-    if not colon:
-        return _task_module(module_name.rpartition(".")[2], vars(module), module)
-    if not hasattr(module, attribute):
-        raise TaskError(f"Module {module_name} has no {attribute!r}{nearest(attribute, dir(module))}.")
-    return _from_object(attribute, getattr(module, attribute))
+    found = import_name(text, "Task")
+    return _from_object(attribute or module_name.rpartition(".")[2], found)
 
 
-def task_names() -> list[str]:
-    """Tasks that can be given by name: those shipped, and those that installed packages add."""
-    folders = [CHECKOUT] + [Path(p) for p in getattr(_shipped(), "submodule_search_locations", None) or []]
+def names(family: str) -> list[str]:
+    """The tasks or harnesses that can be given by name: those shipped, and those that installed packages add."""
+    folders = [CHECKOUT / family]
+    folders += [Path(p) for p in getattr(_shipped(family), "submodule_search_locations", None) or []]
     files = {p.stem for folder in folders for p in folder.glob("*.py") if not p.stem.startswith("_")}
-    return sorted(files | {entry.name for entry in importlib.metadata.entry_points(group="minirllm.tasks")})
+    return sorted(files | {entry.name for entry in importlib.metadata.entry_points(group=f"minirllm.{family}")})
 
 
-def import_path(path: Path) -> ModuleType:
+def find_name(family: str, name: str) -> Any:
+    """The module of this name in ``tasks`` or ``harnesses``, or what an installed package adds under it; else None."""
+    what = {"tasks": "Task", "harnesses": "Harness"}[family]
+    if name.isidentifier() and _shipped(family) and importlib.util.find_spec(f"minirllm.{family}.{name}") is not None:
+        with _Users(LOADING.format(what, name)):
+            return importlib.import_module(f"minirllm.{family}.{name}")
+    if name.isidentifier() and (CHECKOUT / family / f"{name}.py").is_file():
+        return import_path(CHECKOUT / family / f"{name}.py", what)
+    for entry in importlib.metadata.entry_points(group=f"minirllm.{family}", name=name):
+        with _Users(LOADING.format(what, f"{name} of {entry.value}")):
+            return entry.load()
+    return None
+
+
+def import_name(text: str, what: str) -> Any:
+    """The module ``package.module``, or its attribute ``package.module:attr``. Raises TaskError; `what` names it."""
+    name, colon, attribute = text.partition(":")
+    with _Users(LOADING.format(what, name)):
+        module = importlib.import_module(name)
+    if not colon:
+        return module
+    if not hasattr(module, attribute):
+        raise TaskError(f"Module {name} has no {attribute!r}{nearest(attribute, dir(module))}.")
+    return getattr(module, attribute)
+
+
+def import_path(path: Path, what: str = "Task") -> ModuleType:
     """Run the file at `path` as a module. Its folder is importable, so that it can use its neighbours."""
     path = path.resolve()
     if not path.is_file():
-        raise TaskError(f"There is no task file {path}.")
+        raise TaskError(f"There is no {what.lower()} file {path}.")
     name = f"{TASK_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise TaskError(f"Task file {path} is not a Python file: its name must end in .py.")
+        raise TaskError(f"{what} file {path} is not a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    with _Users(LOADING.format(path), path):
+    with _Users(LOADING.format(what, path), path):
         spec.loader.exec_module(module)
     return module
 
@@ -276,37 +310,19 @@ class _Users:
             raise TaskError(f"{self.prefix}{one_line(error, self.path)}.") from error
 
 
-def _shipped() -> Any:
+def _shipped(family: str) -> Any:
     try:
-        return importlib.util.find_spec("minirllm.tasks")
+        return importlib.util.find_spec(f"minirllm.{family}")
     except ModuleNotFoundError:
         return None
-
-
-def _find_name(name: str) -> TaskModule | None:
-    if (
-        name.isidentifier()
-        and _shipped() is not None
-        and importlib.util.find_spec(f"minirllm.tasks.{name}") is not None
-    ):
-        with _Users(LOADING.format(name)):
-            module = importlib.import_module(f"minirllm.tasks.{name}")
-        return _task_module(name, vars(module), module)
-    if name.isidentifier() and (CHECKOUT / f"{name}.py").is_file():
-        module = import_path(CHECKOUT / f"{name}.py")
-        return _task_module(name, vars(module), module)
-    for entry in importlib.metadata.entry_points(group="minirllm.tasks", name=name):
-        with _Users(LOADING.format(f"{name} of {entry.value}")):
-            loaded = entry.load()
-        return _from_object(name, loaded)
-    return None
 
 
 def _from_object(name: str, obj: Any) -> TaskModule:
     if isinstance(obj, TaskModule):
         return obj
-    members = {key: getattr(obj, key) for key in dir(obj) if not key.startswith("__")}
-    return _task_module(name, members, obj if isinstance(obj, ModuleType) else None)
+    if isinstance(obj, ModuleType):
+        return _task_module(name, vars(obj), obj)
+    return _task_module(name, {key: getattr(obj, key) for key in dir(obj) if not key.startswith("__")}, None)
 
 
 def _task_module(name: str, members: dict[str, Any], module: ModuleType | None) -> TaskModule:
@@ -318,8 +334,10 @@ def _task_module(name: str, members: dict[str, Any], module: ModuleType | None) 
     for key in defaults:
         if key not in FIELDS:
             raise TaskError(f"{where}: DEFAULTS has an unknown option {key!r}{nearest(str(key), list(FIELDS))}.")
-    flow = _only(AgentFlow, "@rollout", "an agent", members, where)
-    grader = _only(Evaluator, "@evaluator", "a grader", members, where)
+    flow = _only(AgentFlow, "@rollout", members, where)
+    grader = _only(Evaluator, "@evaluator", members, where)
+    if grader is None:
+        raise TaskError(f"{where} has no function decorated with @evaluator; it needs a grader.")
     grader.home = module.__name__ if module is not None else grader.home
     for function in ("train", "held_out"):
         if not callable(members.get(function)):
@@ -328,15 +346,13 @@ def _task_module(name: str, members: dict[str, Any], module: ModuleType | None) 
     return TaskModule(name, flow, grader, members["train"], members["held_out"], path, dict(defaults), revision)
 
 
-def _only(kind: type, decorator: str, what: str, members: dict[str, Any], where: str) -> Any:
-    """The one decorated object; of several, the one defined in this module rather than imported into it."""
+def _only(kind: type, decorator: str, members: dict[str, Any], where: str) -> Any:
+    """The one decorated object, or None; of several, the one defined in this module rather than imported into it."""
     found = {id(value): (key, value) for key, value in members.items() if isinstance(value, kind)}
     if len(found) > 1:
         own = {i: pair for i, pair in found.items() if pair[1].__module__ == members.get("__name__")}
         found = own or found
-    if not found:
-        raise TaskError(f"{where} has no function decorated with {decorator}; it needs {what}.")
     if len(found) > 1:
-        names = ", ".join(key for key, _ in found.values())
-        raise TaskError(f"{where} has several functions decorated with {decorator} ({names}); keep one.")
-    return next(iter(found.values()))[1]
+        several = ", ".join(key for key, _ in found.values())
+        raise TaskError(f"{where} has several functions decorated with {decorator} ({several}); keep one.")
+    return next((value for _, value in found.values()), None)

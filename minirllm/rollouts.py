@@ -142,7 +142,9 @@ class Runner:
             episode.termination_reason, episode.reason = TerminationReason.ERROR, problem
         if not session.steps and episode.termination_reason is TerminationReason.ENV_DONE:
             episode.termination_reason = TerminationReason.NO_CALLS
-            episode.reason = "the agent never called the model at config.base_url, so there is nothing to learn from"
+            ended = f"; {episode.artifacts['ended']}" if "ended" in episode.artifacts else ""
+            nothing = "the agent never called the model at config.base_url, so there is nothing to learn from"
+            episode.reason = nothing + ended
         episode.tree = session.tree
         if session.steps and episode.termination_reason not in FAILED:
             await self._grade(job.task, episode, deadline)
@@ -172,7 +174,13 @@ class Runner:
             model=session.model,
             api_key=session.key,
             session_uid=session.id,
-            metadata={"timeout": deadline.remaining(), "rollout_idx": job.rollout_idx, "step": job.step},
+            metadata={
+                "timeout": deadline.remaining(),
+                "rollout_idx": job.rollout_idx,
+                "step": job.step,
+                "max_context": session.engine.max_context,
+                "max_tokens": session.default_max_tokens,
+            },
             is_validation=job.validation,
             sampling_params={"temperature": temperature},
         )

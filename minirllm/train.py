@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minirllm import algorithms, batch, checkpoint, evaluate, watchdog
+from minirllm import algorithms, batch, checkpoint, evaluate, harness, watchdog
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
 from minirllm.config import Config
@@ -50,11 +50,12 @@ async def train(
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
     with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
+        agent = await asyncio.to_thread(harness.agent, task, config)
         async with serving(config, say=log.say, training=True) as stack:
-            facts = {**stack.facts, "task": task.name, "task_file": str(task.path or ""), "seed": config.seed}
+            facts = {"task": task.name, "task_file": str(task.path or ""), "seed": config.seed, **agent.facts}
             facts["task_sha256"] = await asyncio.to_thread(sha256, task.path) if task.path else ""
-            await asyncio.to_thread(log.manifest, **facts, data_revision=task.data_revision)
-            runner = Runner(stack.sessions, stack.base_url, task.flow, task.evaluator, config)
+            await asyncio.to_thread(log.manifest, **stack.facts, **facts, data_revision=task.data_revision)
+            runner = Runner(stack.sessions, stack.base_url, agent, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
             try:
                 return await _Run(config, log, stack, runner, trainer, stop).loop(tasks, held_out, resume)

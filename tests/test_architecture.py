@@ -19,10 +19,10 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors interrupt linear machine types watchdog",
+    "attention errors interrupt linear machine reaper types watchdog",
     "client config conversation dialects exactness files head returns syntaxes tree",
     "algorithms flow models policy store template trackers",
-    "batch checkpoint engines log renderer rewards",
+    "batch checkpoint engines harness log renderer rewards",
     "inflight trainer",
     "session",
     "sessions",
@@ -58,7 +58,7 @@ OUTSIDE = {
 BROAD = {"minirllm/rollouts.py", "minirllm/watchdog.py", "minirllm/server.py", "minirllm/rewards/process.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 6100  # lines of code; the goal is 5,000, which is missed: there are 6,035 with the watchdog and the quotas
+MAX_CORE = 6550  # lines of code; the goal is 5,000, which is missed: there are 6,510, 370 of which run agent programs
 
 
 def sources() -> list[Path]:

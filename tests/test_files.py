@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from minirllm import files
 from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import sha256, sync, write_whole
@@ -83,3 +84,13 @@ def test_a_run_folder_whose_lock_cannot_be_written_is_refused_in_a_sentence_and_
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     RunLog(tmp_path / "r", Config()).close()
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIRLLM_CACHE", "~/here")
+    assert files.cache_root() == Path.home() / "here"
+    monkeypatch.delenv("MINIRLLM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert files.cache_root() == Path("/xdg/minirllm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.cache_root() == Path.home() / ".cache" / "minirllm"

@@ -161,7 +161,7 @@ def test_a_task_file_may_use_its_neighbours(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_missing_is_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     path = write(tmp_path, WHOLE.replace(old, new, 1))
     with pytest.raises(TaskError, match=sentence) as caught:
-        load_task(path)
+        load_task(path).agent()
     assert "mine" in str(caught.value)
     assert "\n" not in str(caught.value)
 

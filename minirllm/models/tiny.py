@@ -19,7 +19,7 @@ INTERMEDIATE = 192
 LAYERS = 2
 HEADS = 4
 KEY_VALUE_HEADS = 2
-MAX_POSITIONS = 2048
+MAX_POSITIONS = 131_072  # rotary positions cost nothing; a token is a byte, so agents' prompts are long
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # never part of an answer's text
 MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # text that a parser looks for

@@ -1,0 +1,400 @@
+"""Agent programs as they come (Claude Code, mini-swe-agent, a shell script), each described in one file, run as agents.
+
+Owns: what a harness file says, how one is found, how a program is run for an episode: its own HOME and work folder, a
+minimal environment, its end with all that it started. Does not know: how programs are installed (tools/install.py), the
+programs themselves, sessions, tokens.
+
+A harness file is ``harnesses/<name>.py`` (or anything named as ``module:attr``, a path, or an entry point of the group
+``minirllm.harnesses``) with ``HARNESS = Harness(...)``. A file may also define ``configured(text) -> Harness``, for
+``--harness NAME:text``. The fields of `Harness` say what it must bring; `launch` writes nothing and starts nothing.
+
+An episode's folder is a function of task and rollout, not of the run: programs that tell the model where they are, tell
+it the same in every run. It is deleted at the end; exit code, the tails of what was printed and the text files of the
+work folder are in ``episode.artifacts``. Programs run with the rights of this user: nothing here is a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from minirllm import reaper
+from minirllm.config import Config, nearest
+from minirllm.errors import ConfigError, TaskError, UserError
+from minirllm.files import cache_root
+from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
+from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
+from minirllm.watchdog import Deadline
+
+logger = logging.getLogger(__name__)
+
+SHELL = "echo made > made.txt"  # what the script of a harness has its program do, see `Harness.script`
+PROOF = ("made.txt", "made\n")  # the file that is then there
+TAIL = 16_384  # bytes kept of each output
+MAX_FILE, MAX_FILES, MAX_BYTES = 2**16, 500, 2**20  # what of the work folder is kept: bytes of one, files, bytes of all
+EARLY = 1.0  # seconds before the episode's deadline at which its program is ended, so that what it printed is kept
+MARKER = "installed.json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call in a script."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+Turn = str | Call | tuple[Call, ...]  # plain text, a tool call, or several at once
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a program is launched with. `work` is its working folder, `home` its own, empty HOME."""
+
+    instruction: str
+    work: Path
+    home: Path
+    url: str  # without /v1: http://127.0.0.1:PORT/sessions/ID
+    key: str = field(repr=False)  # the session's, the only secret a program ever has
+    model: str = "tiny"
+    window: int = 2048  # tokens of prompt and answer
+    max_tokens: int = 256  # of one answer
+    seconds: float = 600.0  # until the deadline
+    full: bool = False  # as its users run it, rather than in the leanest useful form
+    folder: Path = Path()  # where it is installed
+
+    @property
+    def url_v1(self) -> str:
+        """The base URL of clients in the OpenAI manner."""
+        return f"{self.url}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The endpoint and the task, in the names that client libraries read."""
+        return {
+            "OPENAI_BASE_URL": self.url_v1,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            "MINIRLLM_MODEL": self.model,
+            "MINIRLLM_INSTRUCTION": self.instruction,
+        }
+
+    def program(self, name: str) -> str:
+        """The path of an installed program."""
+        return str(next((path for place in bins(self.folder) if (path := place / name).exists()), Path(name)))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a program is started: `argv` without a shell, in `Context.work`, with `env` above the minimal environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # path below HOME -> text, written before the start
+    before: tuple[tuple[str, ...], ...] = ()  # commands that must succeed first, in the same environment
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: its exit code as a shell tells it (128 + signal), the tails of what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+    work: Path
+    home: Path
+
+
+@dataclass(frozen=True)
+class Harness:
+    """One agent program."""
+
+    name: str
+    version: str
+    about: str  # one line
+    dialect: str  # chat, responses, messages, gemini, or none of one's own
+    launch: Callable[[Context], Launch]
+    script: tuple[Turn, ...]  # replies by which `harness check` has it run SHELL in its work folder, and finish
+    asides: tuple[tuple[str, str], ...] = ()  # (piece of a prompt, reply) for side calls such as titles, in any order
+    pip: tuple[str, ...] = ()  # pinned requirements, installed into an environment of its own
+    npm: tuple[str, ...] = ()  # pinned npm packages
+    requires: tuple[str, ...] = ()  # programs on PATH ("tmux"), "python>=3.12", "node>=22"
+    prompt: str = ""  # how long its prompts are
+    auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is the program's own
+    failed: Callable[[Ended], str | None] | None = None  # why this was no attempt at the task: it is run again
+    answer: Callable[[Ended], str] | None = None  # what an evaluator reads as the answer, if not the model's last words
+
+    @property
+    def folder(self) -> Path:
+        """Where it is, or would be, installed."""
+        return cache_root() / "harnesses" / f"{self.name}-{self.version}"
+
+    def receipt(self) -> str:
+        """What an installation leaves behind when it is whole, and of what."""
+        return json.dumps({"pip": self.pip, "npm": self.npm}) + "\n"
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be launched as far as packages go."""
+        if not (self.pip or self.npm):
+            return True
+        try:
+            return (self.folder / MARKER).read_text() == self.receipt()
+        except OSError:
+            return False
+
+
+def bins(folder: Path) -> list[Path]:
+    """Where installed programs lie."""
+    return [folder / "bin", folder / "node_modules" / ".bin"]
+
+
+def find(text: str) -> Harness:
+    """The harness that `text` names: a name, ``NAME:text`` where its file takes one, a path, or ``module:attr``.
+
+    Raises UserError saying what there is.
+    """
+    head, colon, rest = text.partition(":")
+    if text.endswith(".py"):
+        found: Any = import_path(Path(text), "Harness")
+    elif (found := find_name("harnesses", head.replace("-", "_"))) is None:
+        known = [name.replace("_", "-") for name in names("harnesses")]
+        if not colon and "." not in head:
+            others = f"give one of {', '.join(known)}, a path ending in .py, or module:attr"
+            raise ConfigError(f"There is no harness {head!r}{nearest(head, known)}: {others}.")
+        found, colon = import_name(text, "Harness"), ""
+    if colon and not hasattr(found, "configured"):
+        raise ConfigError(f"Harness {head} takes nothing behind its name, got {rest!r}.")
+    harness = found.configured(rest) if colon else getattr(found, "HARNESS", found)
+    if not isinstance(harness, Harness):
+        raise ConfigError(f"Harness {text} must define HARNESS = Harness(...), got {type(harness).__name__}.")
+    return harness
+
+
+def agent(task: TaskModule, config: Config) -> AgentFlow:
+    """Who acts in a run: the task's own agent, or ``config.harness``. Raises UserError when there is none to be had."""
+    return flow(find(config.harness), config.harness_full) if config.harness else task.agent()
+
+
+def flow(harness: Harness, full: bool = False) -> AgentFlow:
+    """An agent that runs the program. Raises UserError when it is not installed."""
+    if not harness.installed:
+        raise UserError(f"Harness {harness.name} is not installed: run `minirllm harness install {harness.name}`.")
+
+    async def run(task: Task, config: AgentConfig) -> Episode:
+        return await episode(harness, task, config, full=full)
+
+    made = AgentFlow(run, harness.name)
+    made.auxiliary, made.facts = harness.auxiliary, {"harness": f"{harness.name} {harness.version}"}
+    return made
+
+
+async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bool = False) -> Episode:
+    """One run of the program, which ended or was ended (TIMEOUT). Raises UserError when it could not be a run."""
+    deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
+    split = "eval" if config.is_validation else "train"
+    place = await asyncio.to_thread(_Place, f"{split}-{_slug(task.id)}-{config.metadata.get('rollout_idx', 0)}")
+    try:
+        context = Context(
+            instruction=text_of(task),
+            work=place.work,
+            home=place.home,
+            url=config.base_url.removesuffix("/v1"),
+            key=config.api_key,
+            model=config.model,
+            window=config.metadata.get("max_context", Context.window),
+            max_tokens=config.metadata.get("max_tokens", Context.max_tokens),
+            seconds=deadline.remaining(),
+            full=full,
+            folder=harness.folder,
+        )
+        launch = harness.launch(context)
+        await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
+        env = environment(context, launch)
+        for command in launch.before:
+            ended = await _run(command, env, context, deadline)
+            if ended is None or ended.code:
+                raise UserError(f"{harness.name} could not be prepared: {command[0]} {_ending(ended)}.")
+        ended = await _run(launch.argv, env, context, deadline)
+        files, left_out = await asyncio.to_thread(read_files, place.work)
+    finally:
+        await asyncio.to_thread(place.close)
+    return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+
+
+def _told(harness: Harness, ended: Ended | None, artifacts: dict[str, Any], deadline: Deadline) -> Episode:
+    """The episode that a program which ended so, or had to be ended (None), makes."""
+    artifacts["ended"] = f"{harness.name} {_ending(ended)}"
+    result = Episode(trajectories=[Trajectory()], artifacts=artifacts)
+    if ended is None:
+        result.termination_reason = TerminationReason.TIMEOUT
+        result.reason = f"agent did not end within {deadline.seconds + EARLY:.3g} s"
+        return result
+    if harness.failed is not None and (why := harness.failed(ended)):
+        raise UserError(f"{harness.name}: {why}; it {_ending(ended)}.")
+    artifacts |= {"exit_code": ended.code, "stdout": ended.stdout, "stderr": ended.stderr}
+    if harness.answer is not None:
+        artifacts["answer"] = harness.answer(ended)
+    return result
+
+
+def _ending(ended: Ended | None) -> str:
+    if ended is None:
+        return "did not end in time"
+    last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2][:300]
+    return f"ended with exit code {ended.code}" + (f", saying {last!r}" if last else "")
+
+
+def text_of(task: Task) -> str:
+    """The instruction; of one in parts, those that are text."""
+    if isinstance(task.instruction, str):
+        return task.instruction
+    return "\n".join(part["text"] for part in task.instruction if isinstance(part.get("text"), str))
+
+
+def environment(context: Context, launch: Launch) -> dict[str, str]:
+    """All that the program sees. Nothing of this process's own environment but PATH: no keys, no proxies."""
+    path = os.pathsep.join([*map(str, bins(context.folder)), os.environ.get("PATH", os.defpath)])
+    return {
+        "PATH": path,
+        "HOME": str(context.home),
+        "TMPDIR": str(context.home.with_name("tmp")),
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+        "PYTHONHASHSEED": "0",  # the order of sets must not differ between runs
+        **launch.env,
+    }
+
+
+async def _run(argv: tuple[str, ...], env: Mapping[str, str], context: Context, deadline: Deadline) -> Ended | None:
+    """Run a command to its end; None: it was ended at the deadline. Cancelled, it ends the command, too."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=context.work, start_new_session=True,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None, "it was started with pipes"
+    assert process.stdout is not None, "it was started with pipes"
+    assert process.stderr is not None, "it was started with pipes"
+    tails = [asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)]
+    in_time = True
+    try:
+        await asyncio.wait_for(process.wait(), deadline.remaining())
+    except TimeoutError:
+        in_time = False
+    finally:
+        process.stdin.close()  # ends what still runs
+        await process.wait()
+        await asyncio.wait(tails, timeout=EARLY)
+    stdout, stderr = ("" if tail.cancel() else tail.result() for tail in tails)
+    code = process.returncode or 0
+    return Ended(code if code >= 0 else 128 - code, stdout, stderr, context.work, context.home) if in_time else None
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while piece := await stream.read(TAIL):
+        kept = (kept + piece)[-TAIL:]
+    return kept.decode(errors="replace")
+
+
+def _slug(name: str) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:40]}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+class _Place:
+    """An episode's folder, held against other processes of this user; one more is made where another run holds it."""
+
+    def __init__(self, name: str):
+        base = Path(tempfile.gettempdir()).resolve() / f"minirllm-{os.getuid()}"
+        base.mkdir(mode=0o700, exist_ok=True)
+        if base.stat().st_uid != os.getuid() or base.is_symlink():
+            raise UserError(f"{base} belongs to somebody else: remove it, or set TMPDIR to another folder.")
+        for number in range(1, 1000):
+            self.root = base / (name if number == 1 else f"{name}-{number}")
+            if self._lock():
+                break
+        else:
+            raise UserError(f"{base} has no folder left for {name}: other runs hold a thousand.")
+        if number > 1:
+            logger.warning("another run works in %s, so paths that the agent sees differ: %s", base / name, self.root)
+        self.work, self.home = self.root / "work", self.root / "home"
+        _remove(self.root)
+        for folder in (self.work, self.home, self.root / "tmp"):
+            folder.mkdir(parents=True)
+
+    def _lock(self) -> bool:
+        path = f"{self.root}.lock"
+        self.lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(self.lock), os.stat(path)):  # else: its owner has just deleted it
+                return True
+        os.close(self.lock)
+        return False
+
+    def fill(self, work: Mapping[str, str], home: Mapping[str, str]) -> None:
+        """Write the task's files and the program's own. Raises TaskError for a path that leads out."""
+        for folder, files in ((self.work, work), (self.home, home)):
+            for name, text in files.items():
+                path = Path(os.path.normpath(folder / name))
+                if folder not in path.parents or not isinstance(text, str):
+                    raise TaskError(f"files: {name!r} must be a path below the work folder, and have a text.")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+                if text.startswith("#!"):
+                    path.chmod(0o755)
+
+    def close(self) -> None:
+        """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
+        _remove(self.root)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.root}.lock")
+        os.close(self.lock)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a tree, also one that an agent has locked up."""
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            with contextlib.suppress(OSError):
+                if not os.path.islink(os.path.join(path, name)):
+                    os.chmod(os.path.join(path, name), 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """(relative path -> text, paths left out): the text files in order, within limits. Links are not followed."""
+    found: dict[str, str] = {}
+    left_out: list[str] = []
+    room = MAX_BYTES
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        for path in (Path(place) / file for file in sorted(files)):
+            info, name = path.lstat(), path.relative_to(folder).as_posix()
+            try:
+                if not stat.S_ISREG(info.st_mode) or info.st_size > min(MAX_FILE, room) or len(found) == MAX_FILES:
+                    raise ValueError
+                found[name] = path.read_bytes().decode()
+                room -= info.st_size
+            except (OSError, ValueError):
+                left_out.append(name)
+        if len(left_out) > MAX_FILES:
+            break
+    return found, left_out[:MAX_FILES]

@@ -1,0 +1,169 @@
+"""``minirllm harness list | show | check``: what harnesses there are, how each is run, and whether it still works.
+
+Owns: the table, the rehearsal of a launch, the check: the real program against an engine that says what the harness's
+`script` says, on the tiny model. Does not know: installation (install.py), how a program is run (minirllm/harness.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minirllm import harness, watchdog
+from minirllm.config import Config
+from minirllm.engines.scripted import ScriptedEngine
+from minirllm.flow import evaluator, names
+from minirllm.harness import PROOF, Call, Context, Harness, Turn
+from minirllm.policy import Policy
+from minirllm.rollouts import Job, Runner
+from minirllm.stack import serving
+from minirllm.types import Episode, Task
+
+#: Agent programs that people ask for and that no package registry carries whole.
+ELSEWHERE = {
+    "crush": "its npm package downloads the program from a code host when it is installed",
+    "goose": "the package index has its provider bindings only, not the agent",
+    "swe-agent": "the package on the index is a stub; mini-swe-agent, by the same authors, replaces it",
+}
+WINDOW, ANSWER, TURNS = 131_072, 4096, 40  # of a check: tokens, tokens of one answer, calls before it gives up
+SECONDS = 240.0
+INSTRUCTION = f"Create a file named {PROOF[0]} in the current folder. Its only line is: {PROOF[1].strip()}"
+
+
+def table() -> Iterator[tuple[str, str, str, str, str]]:
+    """(name, version, dialect, state, about) of every harness, and of those that cannot be had, with the reason."""
+    for name in names("harnesses"):
+        one = harness.find(name)
+        state = "built in" if not (one.pip or one.npm) else "installed" if one.installed else "not installed"
+        yield one.name, one.version, one.dialect, state, one.about
+    for name, reason in ELSEWHERE.items():
+        yield name, "-", "-", "not to be had", reason
+
+
+def show(one: Harness, full: bool) -> str:
+    """The exact command, environment and files of an episode; what differs in each is in capitals."""
+    context = Context(
+        instruction="INSTRUCTION", work=Path("/EPISODE/work"), home=Path("/EPISODE/home"), full=full,
+        url="http://127.0.0.1:PORT/sessions/SESSION", key="SESSION-KEY", model="MODEL", folder=one.folder,
+    )  # fmt: skip
+    launch = one.launch(context)
+    install = [f"pip install {shlex.join(one.pip)}"] if one.pip else []
+    install += [f"npm install {shlex.join(one.npm)}"] if one.npm else []
+    lines = [
+        f"{one.name} {one.version}: {one.about}",
+        f"dialect: {one.dialect}    prompt: {one.prompt or 'its own'}    needs: {', '.join(one.requires) or 'nothing'}",
+        f"installed by: {'; '.join(install) or 'nothing to install'}, in {one.folder}",
+        f"working folder: {context.work}, with the files of task.metadata['files']; standard input: /dev/null",
+        "environment:",
+        *(f"  {name}={shlex.quote(value)}" for name, value in harness.environment(context, launch).items()),
+    ]
+    lines += [f"first: {shlex.join(command)}" for command in launch.before]
+    lines.append(f"command: {shlex.join(launch.argv)}")
+    for name, text in launch.files.items():
+        lines += [f"file {context.home / name}:", *(f"  {line}" for line in text.splitlines())]
+    return "\n".join(lines)
+
+
+class CheckEngine(ScriptedEngine):
+    """Says what the script of ``config.harness`` says, its last line for ever; side calls get their own replies."""
+
+    def __init__(self, policy: Policy, config: Config):
+        one = harness.find(config.harness)
+        turns, self.said = list(map(written, one.script)), 0
+
+        def reply(prompt: str) -> str:
+            for piece, text in one.asides:
+                if piece in prompt:
+                    return text
+            self.said += 1
+            return turns[min(self.said, len(turns)) - 1]
+
+        super().__init__(policy, config, reply)
+
+
+def written(turn: Turn) -> str:
+    """A turn as the tiny model would write it: its template has calls in Hermes' form."""
+    if isinstance(turn, str):
+        return turn
+    calls = (turn,) if isinstance(turn, Call) else turn
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
+    )
+
+
+@dataclass
+class Report:
+    """What a check found."""
+
+    name: str
+    version: str
+    passed: bool = False
+    problem: str = ""
+    calls: int = 0
+    prompt_tokens: int = 0  # of the first call
+    sampled_tokens: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    ended: str = ""
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
+        return (
+            f"{self.name} {self.version}: {'ok' if self.passed else 'FAILED: ' + self.problem}\n"
+            f"  {self.calls} calls captured, {self.prompt_tokens} prompt tokens (bytes) in the first, "
+            f"{self.sampled_tokens} sampled; {counted}; {self.seconds:.1f} s; {self.ended}"
+        )
+
+
+def check(name: str, full: bool = False) -> Report:
+    """Run the real program once on a tiny task. Raises UserError when it is not installed."""
+    one = harness.find(name)
+    config = Config(
+        model="tiny", harness=name, harness_full=full, engine=f"{__name__}:CheckEngine", retries=0,
+        max_context=WINDOW, max_tokens=ANSWER, max_calls=TURNS, episode_timeout=SECONDS, determinism="off",
+    )  # fmt: skip
+    agent = harness.flow(one, full)
+
+    async def work() -> Episode:
+        async with serving(config) as stack:
+            runner = Runner(stack.sessions, stack.base_url, agent, made, config)
+            try:
+                return await runner.run(Job(Task(f"check-{one.name}", INSTRUCTION)))
+            finally:
+                await runner.close()
+
+    return judged(one, watchdog.run(work()))
+
+
+@evaluator
+async def made(task: Task, episode: Episode) -> bool:
+    """Whether the work folder has what the script makes."""
+    return episode.artifacts["files"].get(PROOF[0]) == PROOF[1]
+
+
+def judged(one: Harness, episode: Episode) -> Report:
+    """The report on a finished check."""
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    known = {"turns", "prompt_tokens", "response_tokens", "seconds", "retried_tokens", "calls"}
+    report = Report(
+        one.name,
+        one.version,
+        passed=bool(episode.reward),
+        calls=len(steps),
+        prompt_tokens=steps[0].prompt_length if steps else 0,
+        sampled_tokens=sum(step.response_length for step in steps),
+        counters={name: int(count) for name, count in episode.metrics.items() if name not in known},
+        seconds=episode.metrics["seconds"],
+        ended=str(episode.artifacts.get("ended", "")),
+    )
+    if not report.passed:
+        there = ", ".join(episode.artifacts.get("files", {})) or "no file"
+        report.problem = episode.reason or f"{PROOF[0]} does not say {PROOF[1].strip()!r}; the work folder has {there}"
+        said = episode.artifacts.get("stdout", "") + episode.artifacts.get("stderr", "")
+        report.problem += f"\n{said[-2000:]}" if said else ""
+    if report.passed and len(one.script) > len(steps):
+        report.passed, report.problem = False, f"it made {len(steps)} calls; its script has {len(one.script)}"
+    return report

@@ -1,0 +1,119 @@
+"""``minirllm harness``: the table, what is shown, the check of those built in, and a run that trains with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minirllm import cli, harness
+from minirllm.tools import harness as tools
+from minirllm.tools.harness import written
+from minirllm.types import Episode, Step, Trajectory
+
+ROOT = Path(__file__).parent.parent
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.cli, args, prog_name="minirllm")
+
+
+def test_the_list_has_all_and_names_those_that_cannot_be_had() -> None:
+    lines = invoke("harness", "list").output.splitlines()
+    names = [line.split()[0] for line in lines[1:]]
+    assert {"bash", "react", "command", "mini-swe-agent"} <= set(names)
+    assert names[-3:] == ["crush", "goose", "swe-agent"]
+    assert all("not to be had" in line for line in lines[-3:])
+    files = {path.stem.replace("_", "-") for path in (ROOT / "harnesses").glob("[!_]*.py")}
+    assert files <= set(names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "harnesses").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_harness_file_is_whole(path: Path) -> None:
+    one = harness.find(path.stem.replace("_", "-"))
+    assert one.name.replace("-", "_") == path.stem
+    assert one.about
+    assert one.about[-1] != "."
+    assert one.script
+    pins = [*one.pip, *one.npm]
+    assert all("==" in pin or "@" in pin[1:] or "<" in pin for pin in pins), "pinned"
+    for full in (False, True):
+        shown = tools.show(one, full)
+        assert shown == tools.show(one, full)
+        assert "INSTRUCTION" in shown
+        assert "SESSION-KEY" in shown
+        assert "sessions/SESSION" in shown
+
+
+def test_what_is_shown_is_what_is_run() -> None:
+    shown = invoke("harness", "show", "command:./agent.sh --task {instruction}").output
+    assert "\ncommand: ./agent.sh --task INSTRUCTION\n" in shown
+    assert "\n  OPENAI_BASE_URL=http://127.0.0.1:PORT/sessions/SESSION/v1\n" in shown
+    assert "\n  HOME=/EPISODE/home\n" in shown
+
+
+def test_a_harness_that_is_not_there() -> None:
+    result = invoke("harness", "show", "bahs")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: There is no harness 'bahs' (did you mean bash?)")
+
+
+@pytest.mark.parametrize("name", ["bash", "react", "command"])
+def test_those_built_in_pass_their_check(name: str) -> None:
+    result = invoke("harness", "check", name)
+    assert result.exit_code == 0, result.output
+    assert f"{len(harness.find(name).script)} calls captured" in result.output
+
+
+def test_a_check_that_fails_says_why_and_exits_1(tmp_path: Path) -> None:
+    (tmp_path / "lazy.py").write_text(
+        "from minirllm.harness import Harness, Launch\n"
+        "HARNESS = Harness('lazy', '1', '', 'chat', lambda c: Launch(('bash', '-c', 'echo tired >&2')), ('x',))"
+    )
+    result = invoke("harness", "check", str(tmp_path / "lazy.py"))
+    assert result.exit_code == 1
+    assert "lazy 1: FAILED: the agent never called the model" in result.output
+    assert "tired" in result.output
+
+
+def test_calls_are_written_as_the_tiny_model_would() -> None:
+    call = harness.Call("bash", {"command": "ls"})
+    text = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    assert written("plain") == "plain"
+    assert written(call) == text
+    assert written((call, call)) == f"{text}\n{text}"
+
+
+def test_a_report_counts_and_finds_calls_missing() -> None:
+    one = harness.find("bash")
+    steps = [Step(prompt_length=50, response_length=7)]
+    episode = Episode(trajectories=[Trajectory(steps=steps)], reward=1.0, metrics={"seconds": 1.5, "branches": 2.0})
+    report = tools.judged(one, episode)
+    assert (report.calls, report.prompt_tokens, report.sampled_tokens, report.counters) == (1, 50, 7, {"branches": 2})
+    assert (report.passed, report.problem) == (False, "it made 1 calls; its script has 2")
+
+
+TRAIN = (
+    "--steps", "2", "--set", "batch_size=2", "--set", "group_size=2", "--set", "max_tokens=24", "--set", "lora_rank=0",
+    "--set", "eval_tasks=1", "--set", "eval_every=0", "--threads", "1", "--model", "tiny",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_task_without_an_agent_trains_with_a_harness_and_repeats(tmp_path: Path) -> None:
+    hashes = []
+    for name in ("one", "two"):
+        options = (*TRAIN, "--runs-dir", str(tmp_path), "--run", name)
+        result = invoke("train", str(ROOT / "tasks/make_file.py"), "--harness", "react", *options)
+        assert result.exit_code == 0, result.output
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert rows[-1]["weights_sha256"] != rows[0].get("weights_sha256")
+        assert rows[-1]["ungraded"] == 0
+        hashes.append([row["weights_sha256"] for row in rows[1:]])
+    assert hashes[0] == hashes[1]
+    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert (manifest["harness"], manifest["config"]["harness"]) == ("react 1", "react")
+    assert invoke("replay", str(tmp_path / "one")).exit_code == 0
