@@ -27,7 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm
+from minirllm.algorithms import Algorithm, Group
 from minirllm.config import Config
 from minirllm.errors import LedgerError
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
@@ -46,8 +46,10 @@ class Member:
     reward: float
     calls: dict[str, Step]  # by call id
     tokens: int
+    truncated: bool = False  # an answer was cut off, and such trajectories are not trained on
     advantage: float = 0.0
-    weight: float = 0.0  # of each of its tokens in the loss; 0: its group teaches nothing
+    weight: float = 0.0  # of each of its tokens in the loss; 0: its group teaches nothing, or it is truncated
+    index: int = -1  # among the batch's trajectories
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Batch:
             return "ungraded"
         if member is None:
             return "unclaimed"  # by any trajectory of the episode
-        return "trained" if member.weight else "no_signal"
+        return "trained" if member.weight else "truncated" if member.truncated else "no_signal"
 
 
 def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: int) -> Batch:
@@ -105,10 +107,10 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     batch = Batch(metrics=_episode_metrics(episodes))
     groups: dict[tuple[str, str], list[Member]] = {}
     for episode in episodes:
-        for member in _members(episode) if episode.reward is not None else ():
+        for member in _members(episode, config) if episode.reward is not None else ():
             groups.setdefault((episode.task_id, member.trajectory.name), []).append(member)
     learnable = _learnable(list(groups.values()), config, algorithm, batch.metrics)
-    _weigh([member for group in learnable for member in group if member.tokens], config)
+    _weigh([member for group in learnable for member in group if member.tokens and not member.truncated], config)
     batch.members = {(m.episode.id, call): m for group in groups.values() for m in group for call in m.calls}
     fates = Counter({"retried": sum(int(episode.metrics.get("retried_tokens", 0)) for episode in episodes)})
     for episode in episodes:
@@ -132,7 +134,7 @@ def _trained(batch: Batch) -> list[Member]:
     return list({id(member): member for member in batch.members.values() if member.weight}.values())
 
 
-def _members(episode: Episode) -> list[Member]:
+def _members(episode: Episode, config: Config) -> list[Member]:
     """The trajectories of a graded episode. A call that two of them claim is trained in the first only."""
     members, claimed = [], set[str]()
     for trajectory in episode.trajectories:
@@ -141,8 +143,16 @@ def _members(episode: Episode) -> list[Member]:
         calls = {step.id: step for step in trajectory.steps if step.node is not None and step.id not in claimed}
         claimed |= calls.keys()
         tokens = sum(step.response_length for step in calls.values())
-        members.append(Member(episode, trajectory, float(reward), calls, tokens))
+        cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
+        reward -= _overlong(max((step.response_length for step in calls.values()), default=0), config)
+        members.append(Member(episode, trajectory, float(reward), calls, tokens, cut))
     return members
+
+
+def _overlong(length: int, config: Config) -> float:
+    """DAPO's soft punishment of a long answer (arXiv 2503.14476, eq. 13): 0 to 1 over the last `overlong_buffer`."""
+    over = length - (config.max_tokens - config.overlong_buffer)
+    return min(1.0, max(0, over) / config.overlong_buffer) if config.overlong_buffer else 0.0
 
 
 def _drift(episode: Episode) -> int:
@@ -159,9 +169,8 @@ def _learnable(
     """Sets every member's advantage; returns the groups that take part in the update, counts the others by why not."""
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
     learnable = []
-    for group in groups:
+    for group, advantages_G in zip(groups, _advantages(groups, config, algorithm), strict=True):
         rewards_G = np.array([member.reward for member in group])
-        advantages_G = algorithm.advantages(rewards_G, config)
         assert advantages_G.shape == rewards_G.shape, f"{advantages_G.shape} advantages for {rewards_G.shape} rewards"
         assert np.isfinite(advantages_G).all(), f"advantages {advantages_G} of rewards {rewards_G}"
         for member, advantage in zip(group, advantages_G.tolist(), strict=True):
@@ -182,10 +191,24 @@ def _learnable(
     return learnable
 
 
+def _advantages(groups: list[list[Member]], config: Config, algorithm: Algorithm) -> list[np.ndarray]:
+    """Of each group; those of one trajectory name are one batch to the algorithm."""
+    found: dict[int, np.ndarray] = {}
+    for name in {group[0].trajectory.name: None for group in groups}:
+        where = [index for index, group in enumerate(groups) if group[0].trajectory.name == name]
+        compared = [
+            Group(np.array([m.reward for m in groups[i]]), np.array([m.tokens for m in groups[i]], np.int64))
+            for i in where
+        ]
+        found |= dict(zip(where, algorithm.advantages(compared, config), strict=True))
+    return [found[index] for index in range(len(groups))]
+
+
 def _weigh(members: Sequence[Member], config: Config) -> None:
     """Sets the weight of each member's tokens; the module's docstring has the three formulas."""
     total = sum(member.tokens for member in members)
-    for member in members:
+    for index, member in enumerate(members):
+        member.index = index
         member.weight = {
             "token": 1 / total,
             "sequence": 1 / (len(members) * member.tokens),
@@ -217,6 +240,7 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
             for start, end in (found[node] for node in _chain(member.episode.tree, member.calls[call])):
                 forest.advantage_T[start:end] = member.advantage
                 forest.weight_T[start:end] = member.weight
+                forest.sequence_T[start:end] = member.index
     return forest
 
 

@@ -57,11 +57,19 @@ class Config:
     max_tokens: int = option(256, "new tokens per model call; agents may ask for less, and in evaluation for more", 1)
     eval_temperature: float = option(1.0, "sampling temperature in evaluation when the agent asks for none", 0.0)
     # algorithm
-    algorithm: str = option("grpo", "grpo, rloo, reinforce, or module:attr")
+    algorithm: str = option(
+        "grpo",
+        "grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, or module:attr",
+    )
+    inner_epochs: int = option(1, "optimizer steps on each batch; from the second on the ratio leaves 1", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")
     clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
+    dual_clip: float = option(0.0, "a bad token costs at most so many times its advantage (0 = off, else above 1)", 0.0)
     kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)
+    kl_estimator: Literal["k3", "k2"] = option("k3", "per token, d = reference - logprob: e^d - d - 1, or d^2 / 2")
+    overlong_buffer: int = option(0, "a reward falls by up to 1 over the last so many of max_tokens (0 = off)", 0)
+    mask_truncated: bool = option(False, "trajectories with an answer cut off at max_tokens are not trained on")
     loss_aggregation: Literal["token", "sequence", "constant"] = option(
         "token",
         "token: mean over tokens; sequence: mean over trajectories of token means; "

@@ -40,6 +40,7 @@ UNIFORM = {
 TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_calls": "parse failures"}
 DISCARDED = {
     "discarded/no_signal": "without signal",
+    "discarded/truncated": "of trajectories cut off",
     "discarded/ungraded": "ungraded",
     "discarded/unclaimed": "of calls that no trajectory claims",
     "discarded/aborted": "cut off",

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from minirllm import algorithms, exactness, tree
-from minirllm.algorithms import Algorithm
+from minirllm.algorithms import Algorithm, Tokens
 from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.engines.sampling import effective_temperature
@@ -33,6 +33,7 @@ from minirllm.tree import Forest
 from minirllm.types import Completion
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
+MOVED = ("clip_fraction", "dual_clip_fraction", "kl_reference", "loss", "ratio_max")
 STATE = ("step", "exp_avg", "exp_avg_sq")  # what torch keeps of a parameter, once it had a gradient: count, two means
 
 
@@ -46,11 +47,24 @@ def learning_rate(step: int, config: Config) -> float:
     return config.lr * factor[config.lr_schedule]
 
 
+def validate(config: Config) -> None:
+    """Raises ConfigError for options of the loss that have no effect with the others."""
+    if config.kl_beta == 0 and config.kl_estimator != Config.kl_estimator:
+        raise ConfigError("kl_estimator has no effect with kl_beta = 0: set kl_beta, or leave kl_estimator out.")
+    if 0 < config.dual_clip <= 1:
+        raise ConfigError(f"dual_clip must be above 1, or 0 for off, got {config.dual_clip:g}.")
+    if config.overlong_buffer > config.max_tokens:
+        raise ConfigError(
+            f"overlong_buffer is a part of max_tokens = {config.max_tokens}, got {config.overlong_buffer}: lower it."
+        )
+
+
 class Trainer:
     """Updates `policy` in place. `step` counts calls of `update`, skipped ones included; the schedule follows it."""
 
     def __init__(self, policy: Policy, config: Config, algorithm: Algorithm, dump_folder: Path | None = None):
         """`dump_folder` receives the batch of a skipped step. ConfigError when the algorithm refuses the options."""
+        validate(config)
         algorithm.validate(config)
         if effective_temperature(config.temperature) == 0:
             raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
@@ -63,33 +77,42 @@ class Trainer:
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on the whole batch; ``policy.version`` rises by one.
+        """``inner_epochs`` optimizer steps, each on the whole batch; ``policy.version`` rises by one.
 
         The version stays when the weights stay: nothing to learn from, or (``skipped`` = 1, `problem` says why) a loss
-        or gradient that is not finite. Metrics are means over trained tokens unless named otherwise.
+        or gradient that is not finite. Metrics are means over trained tokens unless named otherwise, and of the first
+        step; what tells how far the policy moved is of the last one, too (``last/...``).
         """
         started, self.problem = time.perf_counter(), ""
         rate = learning_rate(self.step, self.config)
         self.step += 1
-        sums: dict[str, float] = {}
-        try:
-            for forest in batch.forests:
-                _add(sums, await self.policy.run(self._accumulate, forest))
-            grad_norm = await self.policy.run(self._apply, rate, sums["loss"]) if batch.forests else 0.0
-        finally:
-            await self.policy.run(self.optimizer.zero_grad)
+        version, passes = self.policy.version + 1, list[dict[str, float]]()
+        while batch.forests and len(passes) < self.config.inner_epochs and not self.problem:
+            passes.append(await self._pass(batch, rate, version))
         if self.problem and self.dump_folder is not None:
             path = self.dump_folder / f"skipped_step_{self.step:06d}.json"
             await asyncio.to_thread(dump, batch.forests, path)
             self.problem += f" The batch is in {path}."
-        metrics = _means(sums)
+        metrics = passes[0] if passes else {"grad_norm": 0.0}
+        if len(passes) > 1:
+            metrics |= {f"last/{name}": value for name, value in passes[-1].items() if name in MOVED}
         metrics |= {
             "lr": rate,
-            "grad_norm": grad_norm,
             "skipped": float(bool(self.problem)),
             "seconds_train": time.perf_counter() - started,
         }
         return metrics
+
+    async def _pass(self, batch: Batch, rate: float, version: int) -> dict[str, float]:
+        """One optimizer step on the whole batch, and its metrics."""
+        sums: dict[str, float] = {}
+        try:
+            for forest in batch.forests:
+                _add(sums, await self.policy.run(self._accumulate, forest))
+            norm = await self.policy.run(self._apply, rate, sums["loss"], version)
+        finally:
+            await self.policy.run(self.optimizer.zero_grad)
+        return {**_means(sums), "grad_norm": norm}
 
     def _accumulate(self, forest: Forest) -> dict[str, float]:
         """Forward and backward of one micro-batch; gradients add up. Returns sums over its trained tokens."""
@@ -97,14 +120,15 @@ class Trainer:
         promised = self.policy.level != "off" or self.policy.device.type == "cpu"  # where it costs nothing
         with exactness.ordered(promised), checkpointing, torch.enable_grad():
             at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
-            old_N, advantage_N, weight_N = (
-                torch.from_numpy(values_T).to(self.policy.device)[at_N]
-                for values_T in (forest.logprob_T, forest.advantage_T, forest.weight_T)
+            columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, _dense(forest.sequence_T))
+            old_N, advantage_N, weight_N, sequence_N = (
+                torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
             )
             reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
             logprob_T, entropy_T = self.policy.score(forest)
             logprob_N = logprob_T[at_N]
-            loss_N, per_token = self.algorithm.loss(logprob_N, old_N, advantage_N, reference_N, self.config)
+            tokens = Tokens(logprob_N, old_N, advantage_N, sequence_N, reference_N)
+            loss_N, per_token = self.algorithm.loss(tokens, self.config)
             loss = (weight_N.double() * loss_N).sum()
             loss.backward()
         sums = {name: values_N.sum(dtype=torch.float64).item() for name, values_N in per_token.items()}
@@ -120,19 +144,20 @@ class Trainer:
             "tokens": float(len(at_N)),
         }
 
-    def _apply(self, rate: float, loss: float) -> float:
+    def _apply(self, rate: float, loss: float, version: int) -> float:
         """Clip and step, unless something is not finite. Returns the global gradient norm before clipping."""
         limit = self.config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            taught = " with what its earlier passes taught" if self.policy.version == version else ""
             self.problem = (
-                f"Step {self.step} was skipped: its loss is {loss}, its gradient norm {norm}. The weights stay."
+                f"Step {self.step} was skipped: its loss is {loss}, its gradient norm {norm}. The weights stay{taught}."
             )
             return norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        self.policy.version += 1
+        self.policy.version = version
         return norm
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -196,6 +221,12 @@ def _gradient_checkpointing(model: Any, on: bool) -> Iterator[None]:
         for layer in layers:
             layer.training = False
         model.activation_checkpointing_disable()
+
+
+def _dense(sequence_T: np.ndarray) -> np.ndarray:
+    """The trajectories of a micro-batch counted from 0 in their order; what is not trained stays behind them."""
+    present, dense_T = np.unique(sequence_T, return_inverse=True)
+    return np.where(sequence_T < 0, len(present), dense_T - np.count_nonzero(present < 0)).astype(np.int64)
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

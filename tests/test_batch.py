@@ -54,14 +54,8 @@ def test_a_group_shares_its_prompt_and_gets_its_advantages():
     assert forest.advantage_T.tolist() == [0] * 4 + [0.5, 0.5, -0.5]
     assert forest.temperature_T[4:] == pytest.approx([0.7] * 3)
     assert forest.weight_T == pytest.approx([0] * 4 + [1 / 3] * 3)
-    expected = {
-        "trained_tokens": 3,
-        "context_tokens": 4,
-        "tokens": 7,
-        "prefix_saving": 11 / 7,
-        "micro_batches": 1,
-        "trajectories": 2,
-    }
+    expected = {"trained_tokens": 3, "context_tokens": 4, "tokens": 7, "micro_batches": 1, "trajectories": 2}
+    expected |= {"prefix_saving": 11 / 7}
     assert {name: batch.metrics[name] for name in expected} == pytest.approx(expected)
     assert (batch.metrics["reward_mean"], batch.metrics["reward_std"], batch.metrics["reward/default"]) == (
         0.5,
@@ -340,6 +334,48 @@ def test_tokens_that_a_continuation_reads_otherwise_are_drift():
     assert make([kept, talk(1, *PROMPT, 7, 8, 9, 3)]).metrics["drift_tokens"] == 0
     assert make([kept, rewritten]).metrics["drift_tokens"] == 2  # 8 and 9, behind the 7 that both read
     assert make([kept, talk(1, 1, 2, 6)]).metrics["drift_tokens"] == 5
+
+
+def test_overlong_answers_lose_reward_by_hand():
+    """Over the last 4 of 10 tokens: 0 at 6, a half at 8, all of it from 10 on. The reward that is reported stays."""
+    answers = [(1,) * 6, (2,) * 8, (3,) * 12]
+    batch = make([episode("a", i, 1.0, [answers[i]]) for i in range(3)], max_tokens=10, overlong_buffer=4)
+    assert sorted(set(trained(batch, "advantage_T").tolist())) == [-0.5, 0.0, 0.5]  # of 1.0, 0.5, 0.0
+    assert batch.metrics["reward_mean"] == 1.0
+
+
+def test_truncated_trajectories_set_the_baseline_and_are_not_trained_on():
+    episodes = [episode("a", 0, 1.0, [(7, 8)]), episode("a", 1, 0.0, [(9,)])]
+    episodes[1].trajectories[0].steps[0].finish_reason = "length"
+    batch = make(episodes, mask_truncated=True)
+    assert trained(batch, "token_T").tolist() == [7, 8]
+    assert trained(batch, "advantage_T").tolist() == [0.5, 0.5]
+    assert trained(batch, "weight_T").tolist() == [0.5, 0.5]
+    assert (batch.metrics["discarded/truncated"], batch.metrics["trained_tokens"]) == (1, 2)
+    assert len(trained(make(episodes), "token_T")) == 3
+
+
+@pytest.mark.parametrize("packing", ["forest", "paths"])
+def test_tokens_know_their_trajectory(packing):
+    names = ["solver", "judge"]
+    episodes = [episode("a", i, float(i), [(7, 8), (5,)], names=names) for i in range(2)]
+    batch = make(episodes, packing=packing)
+    found = {}
+    for forest in batch.forests:
+        for token, sequence in zip(forest.token_T[forest.trained_T], forest.sequence_T[forest.trained_T], strict=True):
+            found.setdefault(int(sequence), []).append(int(token))
+        assert (forest.sequence_T[~forest.trained_T] == -1).all()
+    assert sorted(map(sorted, found.values())) == [[5], [5], [7, 8], [7, 8]]
+
+
+def test_roles_are_compared_among_themselves():
+    """REINFORCE++ whitens over a batch: the rewards of one role are no scale for those of another."""
+    episodes = [episode("a", i, 0.0, [(7,), (5,)], names=["solver", "judge"]) for i in range(2)]
+    for i, rewards in enumerate([(1.0, 100.0), (0.0, 0.0)]):
+        for trajectory, reward in zip(episodes[i].trajectories, rewards, strict=True):
+            trajectory.reward = reward
+    advantages = trained(make(episodes, algorithm="reinforce_pp"), "advantage_T")
+    assert sorted(advantages.tolist()) == pytest.approx([-(0.5**0.5)] * 2 + [0.5**0.5] * 2, rel=1e-4)
 
 
 def test_counts_of_malformed_tool_calls_and_signals():

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from minirllm.algorithms import create
+from minirllm.algorithms import Group, create
 from minirllm.attention import ForestLayout
 from minirllm.batch import build
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.models import tiny
 from minirllm.policy import Policy
-from minirllm.trainer import Trainer, learning_rate, rehearse
+from minirllm.trainer import Trainer, learning_rate, rehearse, validate
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Step, Trajectory
 
@@ -97,7 +97,8 @@ def accumulate(policy, trainer, batch):
 def plain_loss(policy, episodes, config):
     """The definition: plain transformers attention, one trajectory and token at a time. Returns (loss, gradients)."""
     algorithm = create(config.algorithm)
-    advantages = algorithm.advantages(np.array([episode.reward for episode in episodes]), config)
+    group = Group(np.array([episode.reward for episode in episodes]), np.ones(len(episodes), np.int64))
+    (advantages,) = algorithm.advantages([group], config)
     base = policy.model.get_base_model() if config.lora_rank else policy.model
     total = sum(len(node.tokens) for episode in episodes for node in episode.tree.nodes if node.sampled)
     base.set_attn_implementation("eager")
@@ -213,6 +214,41 @@ async def test_off_policy_figures_by_hand(make_policy):
     assert metrics["ratio_max"] == pytest.approx(math.exp(0.3) - 1, rel=1e-4)
     positive = sum(forest.trained_T[forest.advantage_T > 0].sum() for forest in batch.forests)
     assert metrics["clip_fraction"] == pytest.approx(positive / batch.metrics["trained_tokens"])  # 1.35 > 1.28
+
+
+async def test_inner_epochs_are_steps_against_the_captured_logprobs(make_policy):
+    """With two, the second step sees the ratio that the first one made; what it does to the weights is AdamW's."""
+    once, twice = [
+        await asyncio.to_thread(make_policy, lora_rank=4, lr=1e-2, inner_epochs=count) for count in (1, 2)
+    ]
+    episodes = sampled_group(once, [1.0, 0.0, 0.0, 1.0], turns=1)
+    batch = build(episodes, once.config, create("grpo"), 0)
+    first = Trainer(once, once.config, create("grpo"))
+    alone = await first.update(batch)
+    metrics = await Trainer(twice, twice.config, create("grpo")).update(batch)
+    assert (twice.version, once.version) == (1, 1)
+    assert {name: metrics[name] for name in ("loss", "mismatch_max", "grad_norm")} == {
+        name: alone[name] for name in ("loss", "mismatch_max", "grad_norm")
+    }
+    assert metrics["ratio_max"] == alone["ratio_max"] < 1e-4 < metrics["last/ratio_max"]
+    assert metrics["last/loss"] < metrics["loss"]
+    assert "last/loss" not in alone
+    again = await first.update(batch)  # a second step on the same captured logprobs is just that
+    assert again["ratio_max"] == metrics["last/ratio_max"]
+    assert once.weights_sha256() == twice.weights_sha256()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kl_estimator": "k2"}, "kl_estimator has no effect with kl_beta = 0"),
+        ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for off"),
+        ({"overlong_buffer": 500, "max_tokens": 256}, "overlong_buffer is a part of max_tokens = 256, got 500"),
+    ],
+)
+def test_options_of_the_loss_without_effect_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validate(Config(**options))
 
 
 async def test_a_step_that_is_not_finite_is_skipped_dumped_and_said(make_policy, tmp_path):

@@ -1,14 +1,16 @@
-"""Algorithms: rewards of a group in, advantages and a loss per token out. Pick one by name, or as ``module:attr``.
+"""Algorithms: rewards of groups in, advantages and a loss per token out. Pick one by name, or as ``module:attr``.
 
-Owns: the protocol, the name table, and the pieces every algorithm shares (group baseline, PPO clip, KL estimate); each
+Owns: the protocol, the name table, and the pieces that algorithms share (group baseline, PPO clip, KL estimate); each
 exists once, here. Does not know: models, trees, batches, how the loss per token is aggregated (batch.py).
 
-Legend: G trajectories of one group, N trained tokens. Value n is about token n: `logprob_N[n]` is log p(token n).
+Legend: G trajectories of one group, N trained tokens of a micro-batch. Value n is about token n.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,34 +19,50 @@ from minirllm.config import Config, find
 from minirllm.errors import ConfigError
 
 
+class Group(NamedTuple):
+    """The trajectories that are compared with each other: those of one task with one name."""
+
+    rewards_G: np.ndarray  # float64
+    tokens_G: np.ndarray  # int64: how many trained tokens each has
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss is a function of. Only `logprob_N` carries a gradient."""
+
+    logprob_N: torch.Tensor  # log p(token) of the policy now
+    old_N: torch.Tensor  # as the sampler captured it
+    advantage_N: torch.Tensor
+    sequence_N: torch.Tensor  # int64: which trajectory, counted from 0 in this micro-batch
+    reference_N: torch.Tensor | None = None  # of the frozen base model; given exactly when ``config.kl_beta > 0``
+
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # of each token [N], and values per token [N] for the metrics
+
+
 class Algorithm(Protocol):
     """Stateless: two formulas and a check of the options they need."""
 
     def validate(self, config: Config) -> None:
         """Raises ConfigError, before anything is run, when nothing can be learned with these options."""
 
-    def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
-        """``[G]`` float64. All zero means: nothing to learn from this group."""
+    def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
+        """``[G]`` float64 for each group of a step. All zero means: nothing to learn from this group."""
 
-    def loss(
-        self,
-        logprob_N: torch.Tensor,
-        old_logprob_N: torch.Tensor,
-        advantage_N: torch.Tensor,
-        reference_N: torch.Tensor | None,
-        config: Config,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each token ``[N]``, to be minimised, and named values per token ``[N]``, detached, for metrics.
-
-        `logprob_N` carries the gradient; `old_logprob_N` is what the sampler captured; `reference_N` is the frozen base
-        model's, given exactly when ``config.kl_beta > 0``.
-        """
+    def loss(self, tokens: Tokens, config: Config) -> Loss:
+        """The loss of each token ``[N]``, to be minimised, and values per token ``[N]``, detached, for the metrics."""
 
 
 ALGORITHMS: dict[str, str] = {
     "grpo": "minirllm.algorithms.grpo:GRPO",
+    "dr_grpo": "minirllm.algorithms.dr_grpo:DrGRPO",
+    "dapo": "minirllm.algorithms.dapo:DAPO",
+    "gspo": "minirllm.algorithms.gspo:GSPO",
+    "cispo": "minirllm.algorithms.cispo:CISPO",
     "rloo": "minirllm.algorithms.rloo:RLOO",
     "reinforce": "minirllm.algorithms.reinforce:REINFORCE",
+    "reinforce_pp": "minirllm.algorithms.reinforce_pp:ReinforcePP",
+    "reinforce_pp_baseline": "minirllm.algorithms.reinforce_pp:ReinforcePPBaseline",
 }
 
 
@@ -58,6 +76,9 @@ def create(name: str) -> Algorithm:
     return algorithm
 
 
+# ---- what options must be ----
+
+
 def require_group(name: str, config: Config) -> None:
     """Raises ConfigError when `config` gives an algorithm with a group baseline groups of one."""
     if config.group_size < 2:
@@ -67,40 +88,67 @@ def require_group(name: str, config: Config) -> None:
         )
 
 
+def refuse(name: str, config: Config, *options: str) -> None:
+    """Raises ConfigError when one of these options, which have no effect with this algorithm, is not at its default."""
+    for option in options:
+        if getattr(config, option) != (default := getattr(Config, option)):
+            raise ConfigError(f"{option} has no effect with {name}: leave it at {default}.")
+
+
+# ---- advantages ----
+
+
 def centred(rewards_G: np.ndarray) -> np.ndarray:
     """Rewards minus their mean; exact zeros, without rounding dust, when all are equal."""
     if np.ptp(rewards_G) == 0:
         return np.zeros(len(rewards_G))
-    return rewards_G - rewards_G.mean()
+    return np.asarray(rewards_G - rewards_G.mean())
 
 
-def clipped_surrogate(
-    logprob_N: torch.Tensor, old_logprob_N: torch.Tensor, advantage_N: torch.Tensor, config: Config
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+# ---- losses ----
+
+
+def clipped(tokens: Tokens, config: Config) -> Loss:
+    """The clipped surrogate at the ratio of each token, plus the KL: the loss of GRPO and its kin."""
+    return add_kl(*clipped_surrogate(torch.exp(tokens.logprob_N - tokens.old_N), tokens, config), tokens, config)
+
+
+def clipped_surrogate(ratio_N: torch.Tensor, tokens: Tokens, config: Config) -> Loss:
     """PPO's clipped objective per token, negated (arXiv 1707.06347, eq. 7; two bounds as in DAPO, 2503.14476).
 
-    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprob - old)``. A token's gradient is zero
-    exactly where the second term is the smaller one.
+    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``. A token's gradient is zero exactly where the second term is
+    the smaller one. With ``dual_clip = c > 0`` a bad token costs at most ``-c A``, however far its ratio ran away
+    (arXiv 1912.09729, eq. 5).
     """
-    ratio_N = torch.exp(logprob_N - old_logprob_N)
-    free_N = ratio_N * advantage_N
-    bound_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage_N
-    return -torch.minimum(free_N, bound_N), {"clip_fraction": (bound_N < free_N).float()}
+    free_N = ratio_N * tokens.advantage_N
+    bound_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * tokens.advantage_N
+    gain_N = torch.minimum(free_N, bound_N)
+    metrics = {"clip_fraction": (bound_N < free_N).float()}
+    if config.dual_clip:
+        least_N = config.dual_clip * tokens.advantage_N
+        held_N = (tokens.advantage_N < 0) & (gain_N < least_N)
+        gain_N = torch.where(held_N, least_N, gain_N)
+        metrics["dual_clip_fraction"] = held_N.float()
+    return -gain_N, metrics
 
 
-def add_kl(
-    loss_N: torch.Tensor,
-    metrics: dict[str, torch.Tensor],
-    logprob_N: torch.Tensor,
-    reference_N: torch.Tensor | None,
-    config: Config,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Adds ``kl_beta`` times the k3 estimate of KL(policy || reference), ``e^d - d - 1`` with d = reference - logprob.
+def add_kl(loss_N: torch.Tensor, metrics: dict[str, torch.Tensor], tokens: Tokens, config: Config) -> Loss:
+    """Adds ``kl_beta`` times an estimate of KL(policy || reference) per token. Without a reference nothing changes.
 
-    Non-negative per token and unbiased under the policy (arXiv 2402.03300, eq. 4). Without a reference nothing changes.
+    With d = reference - logprob: k3 is ``e^d - d - 1``, never negative and unbiased (arXiv 2402.03300, eq. 4); k2 is
+    ``d^2 / 2``, biased, and its gradient is that of the true KL. (The gradient of k1 = -d is zero on average: as a
+    loss it teaches nothing.)
     """
-    if reference_N is None:
+    if tokens.reference_N is None:
         return loss_N, metrics
-    difference_N = reference_N - logprob_N
-    kl_N = torch.exp(difference_N) - difference_N - 1
+    difference_N = tokens.reference_N - tokens.logprob_N
+    kl_N = difference_N.square() / 2 if config.kl_estimator == "k2" else torch.exp(difference_N) - difference_N - 1
     return loss_N + config.kl_beta * kl_N, {**metrics, "kl_reference": kl_N.detach()}
+
+
+def per_sequence_mean(value_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """For each token the mean of `value_N` over the tokens of its trajectory, ``[N]``."""
+    count = int(tokens.sequence_N.max()) + 1 if len(value_N) else 0
+    sum_S = value_N.new_zeros(count).index_add(0, tokens.sequence_N, value_N)
+    length_S = torch.bincount(tokens.sequence_N, minlength=count)
+    return (sum_S / length_S)[tokens.sequence_N]

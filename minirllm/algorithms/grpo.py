@@ -1,14 +1,15 @@
-"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300); without the division, Dr. GRPO's (arXiv 2503.20783).
+"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300).
 
 Owns: its advantage. Does not know: trees, models, aggregation.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from minirllm.algorithms import add_kl, centred, clipped_surrogate, require_group
+import numpy as np
+
+from minirllm.algorithms import Group, Loss, Tokens, centred, clipped, require_group
 from minirllm.config import Config
 
 EPSILON = 1e-6  # keeps the division finite, as in rLLM
@@ -21,19 +22,11 @@ class GRPO:
         """Raises ConfigError for groups of one."""
         require_group("GRPO", config)
 
-    def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
+    def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
         """``(r - mean) / (std + 1e-6)``, std over G, not G - 1; ``r - mean`` with ``norm_std = false``."""
-        centred_G = centred(rewards_G)
-        return centred_G / (rewards_G.std() + EPSILON) if config.norm_std else centred_G
+        scales = [group.rewards_G.std() + EPSILON if config.norm_std else 1.0 for group in groups]
+        return [centred(group.rewards_G) / scale for group, scale in zip(groups, scales, strict=True)]
 
-    def loss(
-        self,
-        logprob_N: torch.Tensor,
-        old_logprob_N: torch.Tensor,
-        advantage_N: torch.Tensor,
-        reference_N: torch.Tensor | None,
-        config: Config,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, tokens: Tokens, config: Config) -> Loss:
         """The clipped surrogate plus ``kl_beta`` times the KL to the base model."""
-        loss_N, metrics = clipped_surrogate(logprob_N, old_logprob_N, advantage_N, config)
-        return add_kl(loss_N, metrics, logprob_N, reference_N, config)
+        return clipped(tokens, config)

@@ -5,10 +5,11 @@ Owns: its advantage and loss. Does not know: trees, models, aggregation.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from minirllm.algorithms import add_kl
+import numpy as np
+
+from minirllm.algorithms import Group, Loss, Tokens, add_kl, refuse
 from minirllm.config import Config
 
 
@@ -16,19 +17,13 @@ class REINFORCE:
     """The advantage is the reward itself: no baseline, no ratio, no clip. Groups of one are fine."""
 
     def validate(self, config: Config) -> None:
-        """Nothing to refuse."""
+        """Raises ConfigError for options of a ratio or a baseline."""
+        refuse("reinforce", config, "norm_std", "clip_low", "clip_high", "dual_clip")
 
-    def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
+    def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
         """The rewards."""
-        return np.asarray(rewards_G, dtype=np.float64)
+        return [np.asarray(group.rewards_G, dtype=np.float64) for group in groups]
 
-    def loss(
-        self,
-        logprob_N: torch.Tensor,
-        old_logprob_N: torch.Tensor,
-        advantage_N: torch.Tensor,
-        reference_N: torch.Tensor | None,
-        config: Config,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``-A log p(token)`` plus ``kl_beta`` times the KL; gradient ``-A grad log p``, `old_logprob_N` unused."""
-        return add_kl(-advantage_N * logprob_N, {}, logprob_N, reference_N, config)
+    def loss(self, tokens: Tokens, config: Config) -> Loss:
+        """``-A log p(token)`` plus ``kl_beta`` times the KL; gradient ``-A grad log p``, the ratio unused."""
+        return add_kl(-tokens.advantage_N * tokens.logprob_N, {}, tokens, config)

@@ -5,10 +5,11 @@ Owns: its advantage. Does not know: trees, models, aggregation.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from minirllm.algorithms import add_kl, centred, clipped_surrogate, require_group
+import numpy as np
+
+from minirllm.algorithms import Group, Loss, Tokens, centred, clipped, refuse, require_group
 from minirllm.config import Config
 
 
@@ -18,19 +19,13 @@ class RLOO:
     def validate(self, config: Config) -> None:
         """Raises ConfigError for groups of one."""
         require_group("RLOO", config)
+        refuse("rloo", config, "norm_std")
 
-    def advantages(self, rewards_G: np.ndarray, config: Config) -> np.ndarray:
+    def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
         """``r_i - mean of r_j, j != i``, that is ``G / (G - 1) * (r - mean)``; 0 for a lone reward."""
-        return centred(rewards_G) * (len(rewards_G) / max(1, len(rewards_G) - 1))
+        sizes = [len(group.rewards_G) for group in groups]
+        return [centred(group.rewards_G) * (G / max(1, G - 1)) for group, G in zip(groups, sizes, strict=True)]
 
-    def loss(
-        self,
-        logprob_N: torch.Tensor,
-        old_logprob_N: torch.Tensor,
-        advantage_N: torch.Tensor,
-        reference_N: torch.Tensor | None,
-        config: Config,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, tokens: Tokens, config: Config) -> Loss:
         """The clipped surrogate, at ratio 1 the policy gradient, plus ``kl_beta`` times the KL to the base model."""
-        loss_N, metrics = clipped_surrogate(logprob_N, old_logprob_N, advantage_N, config)
-        return add_kl(loss_N, metrics, logprob_N, reference_N, config)
+        return clipped(tokens, config)

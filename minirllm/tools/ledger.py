@@ -30,6 +30,7 @@ WHY = {
     "ungraded": "the episode has no reward",
     "unclaimed": "no trajectory of the episode claims the call",
     "no_signal": "the rewards of its group give no advantage",
+    "truncated": "an answer of its trajectory was cut off at max_tokens (mask_truncated)",
 }
 
 
