@@ -34,7 +34,10 @@ from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, un
 from minirllm.types import Episode, Step, Trajectory
 
 #: What sessions and rollouts counted in ``Episode.metrics`` that a step's metrics add up.
-COUNTED = ("branches", "rerendered", "unprovable", "edited", "reasked", "replayed", "aborted", "unclaimed_calls")
+COUNTED = (
+    "branches", "rerendered", "unprovable", "edited", "reasked", "replayed", "aborted", "unclaimed_calls", "auxiliary",
+    "drift",
+)  # fmt: skip
 
 
 @dataclass
@@ -59,12 +62,15 @@ class Batch:
     forests: list[Forest] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     members: dict[tuple[str, str], Member] = field(default_factory=dict)  # by episode id and call id
+    auxiliary: set[tuple[str, str]] = field(default_factory=set)  # episode id and call id of side calls
 
     def fate(self, episode: Episode, node: Node) -> str:
         """What becomes of the tokens of a sampled node: "trained", or why they are discarded."""
         member = self.members.get((episode.id, node.call_id))
         if node.aborted:
             return "aborted"  # the client left, the session ended, the engine failed
+        if (episode.id, node.call_id) in self.auxiliary:
+            return "auxiliary"  # a side call of the harness: neither its advantage nor its loss is the agent's
         if episode.reward is None:
             return "ungraded"
         if member is None:
@@ -105,6 +111,7 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     batch = Batch(metrics=_episode_metrics(episodes))
+    batch.auxiliary = {(e.id, step.id) for e in episodes for t in e.trajectories for step in t.steps if step.auxiliary}
     groups: dict[tuple[str, str], list[Member]] = {}
     for episode in episodes:
         for member in _members(episode, config) if episode.reward is not None else ():
@@ -124,7 +131,7 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
         "trained_tokens": float(trained),
         "discarded_tokens": float(sampled - trained),
         **{f"discarded/{why}": float(count) for why, count in sorted(fates.items()) if count},
-        "drift_tokens": float(sum(map(_drift, episodes))),
+        "reread_tokens": float(sum(map(_reread, episodes))),
     }
     return batch
 
@@ -140,7 +147,8 @@ def _members(episode: Episode, config: Config) -> list[Member]:
     for trajectory in episode.trajectories:
         reward = episode.reward if trajectory.reward is None else trajectory.reward
         assert reward is not None
-        calls = {step.id: step for step in trajectory.steps if step.node is not None and step.id not in claimed}
+        own = [step for step in trajectory.steps if step.node is not None and not step.auxiliary]
+        calls = {step.id: step for step in own if step.id not in claimed}
         claimed |= calls.keys()
         tokens = sum(step.response_length for step in calls.values())
         cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
@@ -155,7 +163,7 @@ def _overlong(length: int, config: Config) -> float:
     return min(1.0, max(0, over) / config.overlong_buffer) if config.overlong_buffer else 0.0
 
 
-def _drift(episode: Episode) -> int:
+def _reread(episode: Episode) -> int:
     """Tokens of continued calls that the call which continues them reads otherwise than they were read and sampled."""
     steps = [step for trajectory in episode.trajectories for step in trajectory.steps if _chain(episode.tree, step)]
     paths = {step.id: set(episode.tree.path(step.node)) for step in steps}
@@ -235,7 +243,7 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
     owners = [{call: member for member in members for call in member.calls} for members in rollouts]
     forest, spans = merge([members[0].episode.tree for members in rollouts], owners)
     for owner, found in zip(owners, spans, strict=True):
-        _check(owner, found, version)
+        _check(owner, found, version, forest)
         for call, member in owner.items():
             for start, end in (found[node] for node in _chain(member.episode.tree, member.calls[call])):
                 forest.advantage_T[start:end] = member.advantage
@@ -251,12 +259,19 @@ def _chain(tree: TokenTree, step: Step) -> list[int]:
     return tree.completion_nodes(step.node)
 
 
-def _check(owner: dict[str, Member], trained: Spans, version: int) -> None:
+def _check(owner: dict[str, Member], trained: Spans, version: int, forest: Forest) -> None:
     """The ledger of an episode: each call is to train the very tokens that it sampled, from these weights."""
     for call, member in owner.items():
-        nodes = [index for index in trained if member.episode.tree.nodes[index].call_id == call]
-        if problem := _untraceable(member.episode.tree, member.calls[call], nodes, version):
+        tree = member.episode.tree
+        nodes = [index for index in trained if tree.nodes[index].call_id == call]
+        if problem := _untraceable(tree, member.calls[call], nodes, version):
             raise LedgerError(member.episode.id, call, *problem)
+        for node, (start, end) in ((tree.nodes[index], trained[index]) for index in nodes):
+            tokens, logprobs = np.array(node.tokens), np.array(node.logprobs, np.float32)
+            wrong = (forest.token_T[start:end] != tokens) | (forest.logprob_T[start:end] != logprobs)
+            if wrong.any():
+                at = int(forest.position_T[start:end][wrong][0])
+                raise LedgerError(member.episode.id, call, at, "what is to be trained is not what was sampled")
 
 
 def _untraceable(tree: TokenTree, step: Step, nodes: list[int], version: int) -> tuple[int, str] | None:

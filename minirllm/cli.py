@@ -38,7 +38,7 @@ SERVE = ("model", "max_tokens", "max_context", "determinism", "threads", "device
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
 # what a checkpoint only fits with
-FROM_RUN = ("model", "max_context", "history", "date", "lora_rank", "lora_alpha", "lora_targets")
+FROM_RUN = ("model", "max_context", "history", "matcher", "date", "lora_rank", "lora_alpha", "lora_targets")
 
 
 class _Refusal(click.ClickException):

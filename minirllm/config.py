@@ -35,6 +35,7 @@ class Config:
     history: Literal["keep", "rerender"] = option(
         "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
     )
+    matcher: str = option("normalized", "which messages are earlier ones sent back: normalized, or module:attr")
     date: str = option("", "the date, YYYY-MM-DD, that some chat templates print (default: the day the run began)")
     # who acts
     harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")

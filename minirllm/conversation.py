@@ -1,7 +1,8 @@
 """Which earlier call a chat request continues, found by its messages.
 
-Owns: `Conversations`, a trie of messages in which every sampled answer knows its call. Does not know: tokens, engines,
-how two messages are compared (given as `same`).
+Owns: `Conversations`, a trie of messages in which every sampled answer knows its call, and `MATCHERS`: what counts as
+a message sent back. Does not know: tokens, engines, wire formats (a dialect has made its spellings of nothing, of parts
+and of cache marks alike).
 """
 
 from __future__ import annotations
@@ -10,7 +11,36 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from minirllm.config import find
+from minirllm.errors import ConfigError
+from minirllm.syntaxes.calls import same_call
 from minirllm.types import Message
+
+Matcher = Callable[[Message, Message], bool]  # (what was said, what was sent later): is it the same, sent back?
+
+MATCHERS = {"normalized": f"{__name__}:normalized"}
+
+
+def matcher(name: str) -> Matcher:
+    """The matcher called `name`, or the function at ``module:attr``. Raises ConfigError when there is none."""
+    found: Matcher = find("matcher", name, MATCHERS)
+    if not callable(found):
+        raise ConfigError(f"Matcher {name!r} is not a function (said, sent) -> bool of two Messages.")
+    return found
+
+
+def normalized(said: Message, sent: Message) -> bool:
+    """What clients change without meaning to: outer white space, the spelling of JSON, ids, names, reasoning left out.
+
+    What they mean to change (text, arguments, the number of calls, other reasoning) makes another message.
+    """
+    return (
+        said.role == sent.role
+        and said.content.strip() == sent.content.strip()
+        and sent.reasoning.strip() in ("", said.reasoning.strip())
+        and len(said.tool_calls) == len(sent.tool_calls)
+        and all(map(same_call, said.tool_calls, sent.tool_calls))
+    )
 
 
 @dataclass(eq=False)
@@ -49,7 +79,7 @@ class Conversations:
     always the same, whatever the order in which they were recorded.
     """
 
-    def __init__(self, same: Callable[[Message, Message], bool]):
+    def __init__(self, same: Matcher):
         self._same = same
         self._root = _Turn(Message("root"))
         self._turns: dict[str, _Turn] = {}  # call id -> the turn of its answer

@@ -30,17 +30,20 @@ TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered unde
 DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task.metadata`
 LOADING = "{} {} cannot be loaded: "
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+Auxiliary = Callable[[ModelRequest], str | None]
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 class AgentFlow:
-    """An agent: ``fn(task, config)``, sync or async. Calling it calls the function."""
+    """An agent: ``fn(task, config)``, sync or async. Calling it calls the function.
 
-    auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is not to be trained on
+    `auxiliary` names the kind of a model request that is none of the agent's own (a title, a summary), else None. Such
+    calls are answered and shown, and never trained on.
+    """
 
-    def __init__(self, fn: Callable[..., Any], name: str):
+    def __init__(self, fn: Callable[..., Any], name: str, auxiliary: Auxiliary | None = None):
         functools.update_wrapper(self, fn)
-        self.fn, self.name, self.is_async = fn, name, _is_async(fn)
+        self.fn, self.name, self.is_async, self.auxiliary = fn, name, _is_async(fn), auxiliary
         self.facts: dict[str, Any] = {}  # for the manifest
 
     def __call__(self, task: Task, config: AgentConfig) -> Any:
@@ -65,7 +68,8 @@ def rollout(fn: Callable[..., Any], *, name: str | None = None, register: str | 
 @overload
 def rollout(*, name: str | None = None, register: str | None = None) -> Callable[[Callable[..., Any]], AgentFlow]: ...
 def rollout(fn: Any = None, *, name: str | None = None, register: str | None = None) -> Any:
-    """Make an agent of ``fn(task, config)``, or of an object with ``arun`` or ``run(task, config)``.
+    """Make an agent of ``fn(task, config)``, or of an object with ``arun`` or ``run(task, config)``. An object may also
+    have ``auxiliary(request)``, see AgentFlow.
 
     It may return None, a string (the answer), a Trajectory, a list of Trajectory, or an Episode. `register` is accepted
     for rLLM's sake and means the same as `name`.
@@ -73,9 +77,9 @@ def rollout(fn: Any = None, *, name: str | None = None, register: str | None = N
     if fn is None:
         return functools.partial(rollout, name=name, register=register)
     if isinstance(fn, AgentFlow):
-        return fn if name is None else AgentFlow(fn.fn, name)
+        return fn if name is None else AgentFlow(fn.fn, name, fn.auxiliary)
     method = _callable(fn, ("arun", "run"), "an agent", "run(task, config)")
-    return AgentFlow(method, name or register or _name(fn))
+    return AgentFlow(method, name or register or _name(fn), getattr(fn, "auxiliary", None))
 
 
 @overload

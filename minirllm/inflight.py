@@ -16,7 +16,7 @@ from typing import Any
 
 from minirllm.conversation import Match
 from minirllm.renderer import Stream
-from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, SamplingParams
+from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, SamplingParams, ToolCall
 
 OnDelta = Callable[[Delta], None]
 
@@ -36,7 +36,10 @@ class Sample:
 
     def message(self) -> Message:
         """The whole answer, once it is finished."""
-        message = self.stream.message()
+        return self.named(self.stream.message())
+
+    def named(self, message: Message) -> Message:
+        """`message` with the ids of its calls."""
         calls = [replace(call, id=self.name(place)) for place, call in enumerate(message.tool_calls)]
         return replace(message, tool_calls=tuple(calls))
 
@@ -53,6 +56,7 @@ class Flight:
     nth: tuple[bytes, int]  # digest of the prompt, and how many equal prompts were sent before
     arrival: int  # which request of the session this is
     samples: list[Sample]
+    metadata: dict[str, Any] = field(default_factory=dict)  # of its steps: how it was matched, which side call it is
     deltas: list[Delta] = field(default_factory=list)  # everything said so far, for whoever asks again
     on_delta: OnDelta | None = None
     lost: bool = False  # answered, but the answer did not reach its client
@@ -86,6 +90,26 @@ class Flight:
     def finish(self, index: int) -> None:
         """Choice `index` has all its tokens: what was held back is said."""
         self._tell(index, self.samples[index].stream.finish(), ())
+
+    def drifts(self, index: int, recorded: list[tuple[int, float]], read: Message) -> bool:
+        """Is what the client of choice `index` was told not `read`, the message that the recorded tokens say at one
+        go, or are those not the ones that the engine sampled?"""
+        sample, told = self.samples[index], self.told(index)
+        read = sample.named(read)
+        sampled = [(token.id, token.logprob) for token in sample.tokens]
+        calls = told.tool_calls == read.tool_calls or (read.malformed and {*read.tool_calls} <= {*told.tool_calls})
+        text = (told.content, told.reasoning) == (read.content, read.reasoning)
+        return not (calls and text and read == sample.message() and sampled == recorded)
+
+    def told(self, index: int) -> Message:
+        """What the pieces of choice `index` add up to; of calls that broke what was sent of them, too."""
+        said = [delta for delta in self.deltas if delta.index == index]
+        calls: dict[int, ToolCall] = {}
+        for piece in (call for delta in said for call in delta.calls):
+            begun = calls.get(piece.index, ToolCall(piece.id, piece.name, ""))
+            calls[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments)
+        text, reasoning = "".join(delta.text for delta in said), "".join(delta.reasoning for delta in said)
+        return Message("assistant", text, tuple(calls.values()), reasoning=reasoning)
 
     def _tell(self, index: int, piece: Delta, tokens: tuple[SampledToken, ...]) -> None:
         sample = self.samples[index]

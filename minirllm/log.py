@@ -42,6 +42,7 @@ DISCARDED = {
     "discarded/no_signal": "without signal",
     "discarded/truncated": "of trajectories cut off",
     "discarded/ungraded": "ungraded",
+    "discarded/auxiliary": "of auxiliary calls",
     "discarded/unclaimed": "of calls that no trajectory claims",
     "discarded/aborted": "cut off",
     "discarded/retried": "of attempts that were run again",
@@ -223,11 +224,13 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
 def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
     """Sampled tokens that are not trained on, those read otherwise than sampled, and sampler against trainer: why."""
     parts = []
+    if _count(row, "drift"):
+        parts.append(f"drift in {_count(row, 'drift')} calls: their text, as sent, is not what their tokens say")
     if _count(row, "discarded_tokens"):
         counts = f"{_count(row, 'discarded_tokens')} of {_count(row, 'sampled_tokens')} tokens"
         parts.append(f"discarded {counts} ({', '.join(_counts(row, DISCARDED))})")
     if _count(row, "branches"):
-        why = ", ".join(_counts(row, {**BRANCHES, "drift_tokens": "tokens read otherwise"}))
+        why = ", ".join(_counts(row, {**BRANCHES, "reread_tokens": "tokens read otherwise"}))
         parts.append(f"{_count(row, 'branches')} branches ({why})")
     if row.get("mismatch_max") is not None:
         broken = level == "exact" and row["mismatch_max"] != 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from minirllm.errors import ContextOverflow, RequestError
 from minirllm.syntaxes import SYNTAXES
-from minirllm.syntaxes.calls import Tools, same_call
+from minirllm.syntaxes.calls import Tools
 from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
 from minirllm.template import ChatTemplate
 from minirllm.types import Delta, Message, StopCheck
@@ -150,16 +150,18 @@ class Renderer:
 
     def stream(self, tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Stream:
         """Reads a turn token by token. Without `tools`, calls are ordinary text; with `raw`, reasoning is too."""
-        syntax = SYNTAXES[self.template.syntax] if tools and not raw else None
-        return Stream(self, TurnReader(syntax, tools, stops, thinking=None if raw else self.template.thinking))
+        return Stream(self, self._reader(tools, stops, raw))
 
-    def parse(self, ids: Sequence[int], tools: Tools = (), stops: Sequence[str] = ()) -> Message:
-        """A sampled turn as a message; never raises. What `stream` gives, all at once."""
-        stream = self.stream(tools, stops)
-        for id in ids:
-            stream.push(id)
-        stream.finish()
-        return stream.message()
+    def parse(self, ids: Sequence[int], tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Message:
+        """A sampled turn as a message, decoded and read at one go; never raises. The same that `stream` comes to."""
+        reader = self._reader(tools, stops, raw)
+        reader.feed(self.decode([id for id in ids if id not in self.hidden_ids]))
+        reader.finish()
+        return reader.message()
+
+    def _reader(self, tools: Tools, stops: Sequence[str], raw: bool) -> TurnReader:
+        syntax = SYNTAXES[self.template.syntax] if tools and not raw else None
+        return TurnReader(syntax, tools, stops, thinking=None if raw else self.template.thinking)
 
     def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
         """Whether the newest token completed a stop string; to be asked after every token. None without stop strings.
@@ -182,19 +184,6 @@ class Renderer:
             return any(stop in text for stop in stops)
 
         return check
-
-    def same(self, said: Message, sent: Message) -> bool:
-        """Whether `sent` is `said`, sent back: outer white space, the spelling of JSON, ids and names do not count.
-
-        Reasoning may be left out, as many clients do.
-        """
-        return (
-            said.role == sent.role
-            and said.content.strip() == sent.content.strip()
-            and sent.reasoning.strip() in ("", said.reasoning.strip())
-            and len(said.tool_calls) == len(sent.tool_calls)
-            and all(map(same_call, said.tool_calls, sent.tool_calls))
-        )
 
 
 class Stream:

@@ -136,17 +136,18 @@ class Runner:
         if session.failure is not None:
             raise session.failure
         _identify(episode, job, session)
-        if episode.termination_reason in FAILED or not session.steps:
+        own = [step for step in session.steps if not step.auxiliary]
+        if episode.termination_reason in FAILED or not own:
             episode.trajectories[0].steps = list(session.steps)  # what it had done can be read
         elif problem := _join(episode, session):
             episode.termination_reason, episode.reason = TerminationReason.ERROR, problem
-        if not session.steps and episode.termination_reason is TerminationReason.ENV_DONE:
+        if not own and episode.termination_reason is TerminationReason.ENV_DONE:
             episode.termination_reason = TerminationReason.NO_CALLS
             ended = f"; {episode.artifacts['ended']}" if "ended" in episode.artifacts else ""
-            nothing = "the agent never called the model at config.base_url, so there is nothing to learn from"
-            episode.reason = nothing + ended
+            did = "made auxiliary calls only" if session.steps else "never called the model at config.base_url"
+            episode.reason = f"the agent {did}, so there is nothing to learn from{ended}"
         episode.tree = session.tree
-        if session.steps and episode.termination_reason not in FAILED:
+        if own and episode.termination_reason not in FAILED:
             await self._grade(job.task, episode, deadline)
         if episode.termination_reason in OVERDUE:
             where = (job.task.id, job.rollout_idx, job.attempt)
@@ -165,6 +166,7 @@ class Runner:
             seed_parts=(config.seed, split, step, job.task.id, job.rollout_idx, job.attempt),
             enforced=None if job.validation else SamplingParams(temperature=config.temperature),
             default_temperature=config.eval_temperature,
+            auxiliary=self.flow.auxiliary,
         )
 
     def _agent_config(self, job: Job, session: Session, deadline: Deadline) -> AgentConfig:
@@ -261,14 +263,15 @@ def _join(episode: Episode, session: Session) -> str:
     """Fill the agent's steps from the captured calls, by call id. Returns what is wrong, or nothing.
 
     A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward)
-    in call order. Which tokens are trained on never depends on this order.
+    in call order, but for auxiliary ones. Which tokens are trained on never depends on this order.
     """
-    first, captured = episode.trajectories[0], session.steps
+    first, own = episode.trajectories[0], {step.id for step in session.steps if not step.auxiliary}
     if len(episode.trajectories) == 1 and not any(step.id for step in first.steps):
-        if first.steps and len(first.steps) != len(captured):
-            counts = f"{len(first.steps)} steps without ids for {len(captured)} model calls"
+        if first.steps and len(first.steps) != len(own):
+            counts = f"{len(first.steps)} steps without ids for {len(own)} model calls"
             return f"the agent returned {counts}: give each Step(id=response.id), or no steps"
-        first.steps = [_fill(*pair) for pair in zip(first.steps or [Step() for _ in captured], captured, strict=True)]
+        labels = iter(first.steps)
+        first.steps = [_fill(next(labels, Step()) if call.id in own else Step(), call) for call in session.steps]
         return ""
     owner: dict[str, str] = {}
     for trajectory in episode.trajectories:
@@ -285,7 +288,7 @@ def _join(episode: Episode, session: Session) -> str:
                 return f"call {call.id} is claimed by trajectory {owner[call.id]!r} and again by {trajectory.name!r}"
             owner[call.id] = trajectory.name
         trajectory.steps = [_fill(*pair) for pair in zip(trajectory.steps, calls, strict=True)]
-    episode.metrics["unclaimed_calls"] = float(len(captured) - len(owner))
+    episode.metrics["unclaimed_calls"] = float(len(own - owner.keys()))
     return ""
 
 
@@ -293,13 +296,13 @@ def _fill(label: Step, call: Step) -> Step:
     """The captured call with what the agent said about it."""
     return replace(
         call, input=label.input, output=label.output, action=label.action,
-        reward=label.reward, done=label.done, metadata={**call.metadata, **label.metadata},
+        reward=label.reward, done=label.done, metadata={**label.metadata, **call.metadata},
     )  # fmt: skip
 
 
 def _measure(episode: Episode, session: Session, seconds: float) -> None:
     episode.metrics |= {
-        "turns": float(len(session.steps)),
+        "turns": float(sum(not step.auxiliary for step in session.steps)),
         "prompt_tokens": float(sum(step.prompt_length for step in session.steps)),
         "response_tokens": float(sum(step.response_length for step in session.steps)),
         "seconds": seconds,

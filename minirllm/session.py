@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minirllm.conversation import Answer, Conversations, Match
+from minirllm.conversation import Answer, Conversations, Match, Matcher, normalized
 from minirllm.engines import Engine
 from minirllm.errors import (
     ContextOverflow,
@@ -53,7 +53,11 @@ COUNTERS = (
     "aborted",  # samples cut off: the client left, the session was closed, the engine failed
     "truncated",  # samples that hit their token limit
     "malformed_tool_calls",
+    "auxiliary",  # samples of a harness's side calls, by `Session.auxiliary`: never trained
+    "drift",  # samples whose text, as sent, is not what their tokens say: must be 0
 )
+
+Classifier = Callable[[ModelRequest], str | None]  # the kind of a side call (a title, a summary), or None
 
 ABORTED_VERSION = -1  # the weight version of a sample that was cut off is not known
 
@@ -76,6 +80,8 @@ class Session:
     max_calls: int = 200
     max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
     max_streams: int = 16  # samples in the engine at once; more wait here, in the order in which they came
+    matcher: Matcher = normalized  # which messages are earlier ones, sent back
+    auxiliary: Classifier | None = None  # which requests are a harness's side calls
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -85,7 +91,7 @@ class Session:
         self.steps: list[Step] = []  # in the order in which their requests arrived
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.tokens_used = 0
-        self._conversations = Conversations(self.renderer.same)
+        self._conversations = Conversations(self.matcher)
         self._raw: list[Answer] = []  # calls that had a raw prompt
         self._flights: list[Flight] = []  # not delivered yet
         self._sent: dict[bytes, set[int]] = {}  # digest of a prompt -> the `nth` of its answered and running requests
@@ -180,6 +186,9 @@ class Session:
             raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
         match, prompt_ids, kind = self._chat(request) if request.messages is not None else self._completion(request)
         params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
+        metadata = {"match": "edited" if match.edited else kind.removesuffix("s")}
+        if self.auxiliary is not None and (side_call := self.auxiliary(request)):
+            metadata["auxiliary"] = side_call
         digest = prompt_digest(prompt_ids)
         taken = self._sent.setdefault(digest, set())
         nth = next(k for k in range(len(taken) + 1) if k not in taken)
@@ -190,8 +199,10 @@ class Session:
         self.counters["edited"] += match.edited
         self.counters["branches"] += match.edited or kind in ("rerendered", "unprovable")
         self.counters["reasked"] += nth > 0
+        self.counters["auxiliary"] += request.n * ("auxiliary" in metadata)
         self._requests += 1
-        flight = Flight(request, prompt_ids, params, overridden, match, (digest, nth), self._requests, samples)
+        which = ((digest, nth), self._requests)
+        flight = Flight(request, prompt_ids, params, overridden, match, *which, samples, metadata)
         flight.task = asyncio.create_task(self._answer(flight))
         flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its callers may be gone
         self._flights.append(flight)
@@ -315,6 +326,7 @@ class Session:
             messages=flight.match.added,
             parent=parent.call_id if parent else None,
             response=message,
+            metadata=dict(flight.metadata),
             node=node,
             prompt_length=len(flight.prompt_ids),
             response_length=len(completion.token_ids),
@@ -326,6 +338,9 @@ class Session:
         self.tokens_used += len(flight.prompt_ids) + len(completion.token_ids)
         self.counters["truncated"] += completion.finish_reason == "length"
         self.counters["malformed_tool_calls"] += message.malformed
+        ids, logprobs = self.tree.response(node)
+        read = self.renderer.parse(ids, shown_tools(request), request.params.stop, raw=request.messages is None)
+        self.counters["drift"] += flight.drifts(index, list(zip(ids, logprobs, strict=True)), read)
         return Choice(index, call_id, message, completion, reason, flight.samples[index].stream.stopped)
 
     def _abort(self, flight: Flight) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from minirllm import checkpoint, models, watchdog
 from minirllm.config import Config, find
+from minirllm.conversation import matcher
 from minirllm.engines import ENGINES, Engine
 from minirllm.errors import CheckpointError, ConfigError
 from minirllm.policy import Policy
@@ -71,6 +72,7 @@ async def serving(
         max_calls=config.max_calls,
         max_tokens_total=config.max_session_tokens or None,
         max_streams=config.max_streams,
+        matcher=matcher(config.matcher),
     )
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
     app = build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key, max_body=config.max_body)

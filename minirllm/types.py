@@ -220,7 +220,7 @@ class Step:
     action: Any = None
     reward: float = 0.0
     done: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)  # of the session: "match", how its request was recognised
     messages: list[Message] = field(default_factory=list)  # only those that this call added to `parent`
     parent: str | None = None  # the call id this conversation continued
     response: Message | None = None
@@ -230,6 +230,11 @@ class Step:
     finish_reason: str = ""
     weight_version: int = 0
     params: SamplingParams | None = None  # what the engine was told, so that the call can be replayed
+
+    @property
+    def auxiliary(self) -> str:
+        """The kind of side call that a harness made here (a title, say), which is never trained; of its own, empty."""
+        return str(self.metadata.get("auxiliary") or "")
 
 
 @dataclass
@@ -277,7 +282,7 @@ class Episode:
             if isinstance(trajectory.output, str):
                 return trajectory.output
             for step in reversed(trajectory.steps):
-                if step.response is not None and step.response.content:
+                if step.response is not None and step.response.content and not step.auxiliary:
                     return step.response.content
         return ""
 

@@ -20,8 +20,8 @@ PACKAGE = ROOT / "minirllm"
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
     "attention errors interrupt linear machine reaper types watchdog",
-    "client config conversation dialects exactness files head returns syntaxes tree",
-    "algorithms flow models policy store template trackers",
+    "client config dialects exactness files head returns syntaxes tree",
+    "algorithms conversation flow models policy store template trackers",
     "batch checkpoint engines harness log renderer rewards",
     "inflight trainer",
     "session",

@@ -310,7 +310,7 @@ def test_every_sampled_token_is_trained_or_discarded_for_a_reason():
         "discarded/no_signal": 6,
         "discarded/retried": 50,
         "context_tokens": 4,
-        "drift_tokens": 0,
+        "reread_tokens": 0,
     }
     fates = [batch.fate(worst, node) for node in worst.tree.nodes if node.sampled]
     assert fates == ["trained", "aborted"]
@@ -318,7 +318,7 @@ def test_every_sampled_token_is_trained_or_discarded_for_a_reason():
     assert (member.reward, member.advantage, member.weight) == (1.0, 0.5, 1 / 3)
 
 
-def test_tokens_that_a_continuation_reads_otherwise_are_drift():
+def test_tokens_that_a_continuation_reads_otherwise_are_counted():
     def talk(index, *second):
         tree = TokenTree()
         first = tree.add(PROMPT, Completion([7, 8, 9], [-1.0] * 3, "stop", 0), "one")
@@ -331,9 +331,9 @@ def test_tokens_that_a_continuation_reads_otherwise_are_drift():
                        trajectories=[Trajectory(steps=steps)])  # fmt: skip
 
     kept, rewritten = talk(0, *PROMPT, 7, 8, 9, 2), talk(1, *PROMPT, 7, 6, 9, 2)
-    assert make([kept, talk(1, *PROMPT, 7, 8, 9, 3)]).metrics["drift_tokens"] == 0
-    assert make([kept, rewritten]).metrics["drift_tokens"] == 2  # 8 and 9, behind the 7 that both read
-    assert make([kept, talk(1, 1, 2, 6)]).metrics["drift_tokens"] == 5
+    assert make([kept, talk(1, *PROMPT, 7, 8, 9, 3)]).metrics["reread_tokens"] == 0
+    assert make([kept, rewritten]).metrics["reread_tokens"] == 2  # 8 and 9, behind the 7 that both read
+    assert make([kept, talk(1, 1, 2, 6)]).metrics["reread_tokens"] == 5
 
 
 def test_overlong_answers_lose_reward_by_hand():

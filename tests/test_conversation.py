@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minirllm.conversation import Answer, Conversations, Match
+from minirllm.conversation import Answer, Conversations, Match, normalized
 from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.tree import merge
@@ -192,7 +192,7 @@ def test_which_answer_an_echo_continues_does_not_depend_on_which_came_first() ->
     question, echo = Message("user", "?"), Message("assistant", "yes")
     answers = [Answer(id, n, [], replace(echo, reasoning=f"thought {id}")) for n, id in enumerate("cab")]
     for order in permutations([*answers, Answer("d", 3, [], echo)]):
-        known = Conversations(RENDERER.same)
+        known = Conversations(normalized)
         for answer in order:
             known.record(Match(added=[question]), answer)
         for sent, continued in ((echo, "d"), (replace(echo, content=" yes"), "a"), (answers[2].message, "b")):

@@ -81,7 +81,7 @@ def test_a_conversation_token_by_token(run: Path) -> None:
         r"     0 . H i \n",
         "     3 + y     o     <|im_end|>",
         "         -0.25 -0.50 -0.75",
-        "call 2 (c2): read 9 tokens, 3 of them new, sampled 2 with weights 3; continues c1; "
+        "call 2 (c2): read 9 tokens, 3 of them new, sampled 2 with weights 3; continues call c1; "
         "trained: reward 1, advantage +0.5, 0.0909 of the loss per token",
         "     6 . a ␣ b",
         "     9 + n     o",
@@ -175,7 +175,7 @@ def test_the_steps_line_accounts_for_what_is_not_zero() -> None:
     row = {
         "step": 1, "sampled_tokens": 900.0, "discarded_tokens": 400.0, "discarded/no_signal": 300.0,
         "discarded/aborted": 60.0, "discarded/retried": 40.0, "branches": 3.0, "edited": 2.0, "unprovable": 1.0,
-        "drift_tokens": 17.0, "mismatch_max": 3e-5,
+        "reread_tokens": 17.0, "mismatch_max": 3e-5,
     }  # fmt: skip
     line = "step 1/1 | discarded 400 of 900 tokens (300 without signal, 60 cut off, 40 of attempts that were run again)"
     line += " | 3 branches (2 edited, 1 not provable, 17 tokens read otherwise) | mismatch 3e-05"

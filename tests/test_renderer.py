@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
+from minirllm.conversation import normalized
 from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
@@ -227,7 +228,7 @@ def test_special_tokens_are_no_text_but_markers_are_read() -> None:
     it = renderer("llama3")
     ids = it.encode('<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>')
     assert it.tokenizer.convert_tokens_to_ids("<|python_tag|>") in ids
-    assert it.same(it.parse(ids, TOOLS), Message("assistant", tool_calls=(call(),)))
+    assert normalized(it.parse(ids, TOOLS), Message("assistant", tool_calls=(call(),)))
     chat = renderer("smollm2")
     assert chat.parse(chat.encode("a<|im_start|>b<|endoftext|><|im_end|>")).content == "ab"
     assert chat.token_text(2) == "<|im_end|>"
@@ -296,7 +297,6 @@ def test_stop_check_reads_only_the_end() -> None:
     ],
 )
 def test_same(said: Message, sent: Message, same: bool) -> None:
-    it = renderer("tiny")
-    assert it.same(said, sent) is same
+    assert normalized(said, sent) is same
     thoughts_left_out = bool(said.reasoning) > bool(sent.reasoning)  # nobody can send back what was not there
-    assert it.same(sent, said) is (same and not thoughts_left_out)
+    assert normalized(sent, said) is (same and not thoughts_left_out)

@@ -114,8 +114,8 @@ async def test_labels_without_ids_lie_on_the_calls_of_a_single_trajectory(place:
 
     steps = (await place.run(agent)).trajectories[0].steps
     assert [(s.action, s.done, s.metadata, s.response_length) for s in steps] == [
-        ("x", False, {"k": 1}, 6),
-        ("y", True, {}, 6),
+        ("x", False, {"k": 1, "match": "conversation"}, 6),
+        ("y", True, {"match": "conversation"}, 6),
     ]
 
 

@@ -196,21 +196,37 @@ def test_conversations_show_tools_thoughts_branches_and_cuts():
         response=Message("assistant", "wel"),
         finish_reason="length",
     )
-    fourth = Step(id="4", messages=[Message("user", "new")])
+    fourth = Step(id="4", messages=[Message("user", "new")], metadata={"match": "conversation", "auxiliary": "title"})
     lines = show.transcript(
         Episode(trajectories=[Trajectory("solver", [first, second, third, fourth]), Trajectory("judge")])
     )
     assert lines[:3] == [("trajectory", "solver"), ("user", "go"), ("assistant", '(thinks) hm\n-> look({"at": 1})')]
-    assert lines[3] == ("tool", f"{'x' * 1000}\n[... 1000 characters ...]\n{'x' * 1000}")
-    assert lines[4:] == [
+    assert lines[3] == ("call 2", "continues call 1")
+    assert lines[4] == ("tool", f"{'x' * 1000}\n[... 1000 characters ...]\n{'x' * 1000}")
+    assert lines[5:] == [
         ("assistant", "<tool_call>{ (a tool call that could not be parsed)"),
         ("call 3", "continues call 1"),
         ("user", "again"),
         ("assistant (cut off)", "wel"),
-        ("call 4", "a new conversation"),
+        ("call 4", "auxiliary call (title), not trained; a new conversation"),
         ("user", "new"),
         ("trajectory", "judge"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("match", "parent", "text"),
+    [
+        ("conversation", None, "a new conversation"),
+        ("edited", None, "a new conversation, made by editing an answer"),
+        ("extended", "1", "extends call 1"),
+        ("edited", "1", "continues call 1, a later answer edited"),
+        ("rerendered", "1", "continues call 1, its history rewritten by the template"),
+        ("unprovable", "1", "continues call 1, whose tokens it could not be proved to extend"),
+    ],
+)
+def test_how_a_call_was_matched(match, parent, text):
+    assert show.matched(Step(parent=parent, metadata={"match": match})) == text
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(run):

@@ -19,7 +19,7 @@ from minirllm.batch import Batch
 from minirllm.errors import ModelError
 from minirllm.log import CONFIG, printable
 from minirllm.tools.runs import Run, page, samples
-from minirllm.tools.show import Wanted, choose, heading
+from minirllm.tools.show import Wanted, choose, heading, matched
 from minirllm.tree import TokenTree
 from minirllm.types import Episode, Step
 
@@ -27,6 +27,7 @@ MARKS = {"trained": ("+", "green"), "context": (".", "dim"), "discarded": ("-", 
 LEGEND = "+ trained   . context: read only   - discarded: sampled, not trained   (under sampled tokens: logprobs)"
 WHY = {
     "aborted": "it was cut off: its client left, the session ended or the engine failed",
+    "auxiliary": "it is a side call of the harness",
     "ungraded": "the episode has no reward",
     "unclaimed": "no trajectory of the episode claims the call",
     "no_signal": "the rewards of its group give no advantage",
@@ -110,8 +111,8 @@ def _title(number: int, call: Sample) -> str:
     version = "" if call.weight_version < 0 else f" with weights {call.weight_version}"
     new = sum(token.logprob is None for token in call.tokens)
     parts = [f"call {number} ({call.id}): read {call.read} tokens, {new} of them new, sampled {call.sampled}{version}"]
-    if call.step is not None and call.step.parent:
-        parts.append(f"continues {call.step.parent}")
+    if call.step is not None and (call.step.parent or call.step.auxiliary):
+        parts.append(matched(call.step))
     return "; ".join([*parts, f"{call.mark}: {call.why}"])
 
 

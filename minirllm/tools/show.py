@@ -36,6 +36,12 @@ COLUMNS = {  # of the table: metric, title, format
     "seconds_step": ("seconds", ".1f"),
 }
 
+MATCHED = {  # how a call that does not extend the one it continues was recognised
+    "edited": ", a later answer edited",
+    "rerendered": ", its history rewritten by the template",
+    "unprovable": ", whose tokens it could not be proved to extend",
+}
+
 
 class Picked(NamedTuple):
     """Episodes of one step, each with the word it is shown under."""
@@ -177,10 +183,8 @@ def transcript(episode: Episode) -> list[tuple[str, str]]:
             lines.append(("trajectory", trajectory.name))
         before: Step | None = None
         for number, step in enumerate(trajectory.steps, 1):
-            if before is not None and step.parent != before.id:
-                lines.append(
-                    (f"call {number}", "a new conversation" if step.parent is None else f"continues call {step.parent}")
-                )
+            if step.auxiliary or before is not None:
+                lines.append((f"call {number}", matched(step)))
             lines += [(message.role, _text(message)) for message in step.messages]
             if step.response is not None:
                 lines.append(
@@ -188,6 +192,16 @@ def transcript(episode: Episode) -> list[tuple[str, str]]:
                 )
             before = step
     return lines
+
+
+def matched(step: Step) -> str:
+    """How its session recognised the request of a call, and which side call of a harness it is."""
+    how = str(step.metadata.get("match", ""))
+    if step.parent is None:
+        text = "a new conversation" + (", made by editing an answer" if how == "edited" else "")
+    else:
+        text = f"{'extends' if how == 'extended' else 'continues'} call {step.parent}{MATCHED.get(how, '')}"
+    return f"auxiliary call ({step.auxiliary}), not trained; {text}" if step.auxiliary else text
 
 
 def _text(message: Message) -> str:
