@@ -21,7 +21,7 @@ Legend: T tokens of a forest, G trajectories of a group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -30,6 +30,7 @@ import numpy as np
 from minirllm.algorithms import Algorithm, Group
 from minirllm.config import Config
 from minirllm.errors import LedgerError
+from minirllm.returns import mean_signals
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
 from minirllm.types import Episode, Step, Trajectory
 
@@ -333,12 +334,3 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     why = Counter(episode.termination_reason.value for episode in episodes if episode.reward is None)
     metrics |= {f"ungraded/{reason}": float(count) for reason, count in sorted(why.items())}
     return metrics | {f"signal/{name}": value for name, value in mean_signals(graded).items()}
-
-
-def mean_signals(episodes: Iterable[Episode]) -> dict[str, float]:
-    """Each signal's mean over the episodes that have it, by name."""
-    signals: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.signals.items():
-            signals.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(signals.items())}

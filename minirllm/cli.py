@@ -1,4 +1,4 @@
-"""The command line: ``minirllm train | eval | serve | show | replay | diff | harness``.
+"""The command line: ``minirllm train | eval | serve | model | show | replay | diff | harness``.
 
 Owns: options (made from Config's fields: one copy of their meaning), their precedence, how errors are shown. Does not
 know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,12 @@ TRAIN = (
     "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir", "run",
     "trackers",
 )  # fmt: skip
+OUTSIDE = ("provider", "base_url", "key_env")
 EVAL = (
-    "model", "harness", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism", "threads", "data",
-    "runs_dir",
+    "model", *OUTSIDE, "harness", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism", "threads",
+    "data", "runs_dir",
 )  # fmt: skip
-SERVE = ("model", "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
+SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
 # what a checkpoint only fits with
@@ -162,7 +164,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl and summary.json.")
 def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path | None, **options: Any) -> None:
-    """Evaluate a model on the held-out tasks of TASK."""
+    """Evaluate a model, in this process or of an outside provider, on the held-out tasks of TASK."""
     module = flow.load_task(task)
     settings, folder = _with_checkpoint(options, module.defaults, checkpoint)
     _prepare(settings.harness)
@@ -185,23 +187,69 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
 @click.option("--key", help="The key clients must send.  [default: a new random one]")
 @click.option("--admin-key", default="", help="The key of the admin routes.  [default: there are no admin routes]")
 def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str | None, **options: Any) -> None:
-    """Serve a model to any OpenAI client until interrupted."""
+    """Serve a model, in this process or of an outside provider, to OpenAI's and Anthropic's clients."""
     settings, folder = _with_checkpoint(options, {}, checkpoint)
     secret = key or "sk-" + secrets.token_urlsafe(24)
 
-    def ready(base_url: str) -> None:
-        click.echo(f"base URL: {base_url}\nkey: {secret}\n")
+    def ready(base_url: str, model: str) -> None:
+        click.echo(f"base URL: {base_url}/v1\nkey: {secret}\nmodel: {model}\n")
+        for name, url in (("OPENAI", f"{base_url}/v1"), ("ANTHROPIC", base_url)):
+            click.echo(f"export {name}_BASE_URL={url} {name}_API_KEY={secret}")
         body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
         click.echo(
-            f"curl {base_url}/chat/completions -H 'Authorization: Bearer {secret}' "
+            f"\ncurl {base_url}/v1/chat/completions -H 'Authorization: Bearer {secret}' "
             f"-H 'Content-Type: application/json' -d '{body}'"
         )
 
     try:
         address, keys = (host, port), (secret, admin_key)
-        _module("stack").serve(settings, address=address, keys=keys, checkpoint=folder, ready=ready)
+        _module("providers.serving").serve(settings, address=address, keys=keys, checkpoint=folder, ready=ready)
     except KeyboardInterrupt:
         click.echo("\nStopped.", err=True)
+
+
+@cli.group("model")
+def provider_model() -> None:
+    """Store a provider, its model and its key, for --provider of eval and serve."""
+
+
+@provider_model.command("setup")
+@click.option("--provider", help="openai, anthropic, openrouter, vllm, ...; any other with --base-url.")
+@click.option("--base-url", help="Where it answers, such as https://api.example.com/v1.")
+@click.option("--model", help="The model, as the provider names it.")
+@click.option("--key", "key_from", help="Only -: the key is read from standard input, as arguments are seen by others.")
+@click.option("--key-env", metavar="NAME", help="Environment variable that holds the key; only its name is stored.")
+@click.option("--name", help="Of this profile.  [default: the provider's]")
+def model_setup(key_from: str | None, **options: str | None) -> None:
+    """Store a provider and make it the active one. What is not given is asked for at a terminal."""
+    if key_from not in (None, "-"):
+        raise UserError("A key in an argument is seen by everyone here: give --key - and write it to standard input.")
+    given = {name: value for name, value in options.items() if value}
+    if key_from:
+        given["key"] = sys.stdin.readline()
+
+    def ask(question: str, default: str, secret: bool) -> str:
+        empty = default if default or secret else None  # None: it asks again
+        answer: str = click.prompt(question, default=empty, hide_input=secret, show_default=bool(default))
+        return answer
+
+    click.echo(_module("providers.setup").setup(given, ask if sys.stdin.isatty() else None))
+
+
+@provider_model.command("show")
+def model_show() -> None:
+    """Print what is stored; of a key only its end."""
+    click.echo(_module("providers.setup").show())
+
+
+@provider_model.command("swap")
+@click.argument("profile", default="")
+@click.option("--model", default="", help="The model to use from now on.")
+def model_swap(profile: str, model: str) -> None:
+    """Make PROFILE the active one, or change the model of it (of the active one, if none is named)."""
+    if not (profile or model):
+        raise UserError("Swap to what? Name a profile of `minirllm model show`, or another --model.")
+    click.echo(_module("providers.setup").swap(profile, model))
 
 
 @cli.command()
@@ -296,6 +344,8 @@ def _with_checkpoint(
 ) -> tuple[Config, Path | None]:
     """The Config, and the run or checkpoint folder; model and adapter default to those of the run it lies in."""
     settings = _config(options, defaults)
+    if settings.outside:  # a task's own model is one of ours
+        settings = _config(options, defaults, {"model": ""})
     if checkpoint is None:
         return settings, None
     folder = Path(checkpoint)

@@ -37,6 +37,10 @@ class Config:
     )
     matcher: str = option("normalized", "which messages are earlier ones sent back: normalized, or module:attr")
     date: str = option("", "the date, YYYY-MM-DD, that some chat templates print (default: the day the run began)")
+    # who answers instead of that model, in evaluation and `serve` (never in training)
+    provider: str = option("", "outside provider: active or another stored by `minirllm model setup`, or openai, ...")
+    base_url: str = option("", "the base URL of an outside OpenAI-compatible provider; --model names its model")
+    key_env: str = option("", "environment variable that holds the provider's key (default: the stored or usual one)")
     # who acts
     harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")
     harness_full: bool = option(False, "the harness as its users run it, not in its leanest form")
@@ -119,6 +123,17 @@ class Config:
             if low is not None and not low <= value <= (sys.float_info.max if high is None else high):
                 bounds = f"at least {low} and " + (f"at most {high}" if high is not None else "finite")
                 raise ConfigError(f"{f.name} must be {bounds}, got {value}.")
+
+    @property
+    def outside(self) -> bool:
+        """Does a provider answer, and not the model in this process?"""
+        return bool(self.provider or self.base_url)
+
+    def trainable(self) -> Config:
+        """This Config. Raises ConfigError where a provider answers."""
+        if self.outside:
+            raise ConfigError("A provider's model cannot be trained, its tokens are not known: leave the provider out.")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Field name to plain value."""

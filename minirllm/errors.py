@@ -102,6 +102,13 @@ class UnknownSession(RequestError):
     code = "session_not_found"
 
 
+class ProviderError(RequestError):
+    """An outside provider refuses every call until something there is mended: the key, the credit, the model's name."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message, None, status)
+
+
 class EngineError(Exception):
     """The engine cannot serve: it was closed or its device failed."""
 

@@ -17,22 +17,23 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minirllm import harness, watchdog
-from minirllm.batch import mean_signals
 from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import write_whole
 from minirllm.flow import TaskModule
+from minirllm.providers.serving import serving
+from minirllm.returns import mean_signals
 from minirllm.rollouts import Job, Runner
-from minirllm.stack import serving
 from minirllm.types import Episode, Task, TerminationReason
 
 Z = 1.959964  # 97.5 % point of the normal distribution
+ANSWERING = ("model", "provider", "base_url", "sampling")  # facts of an endpoint that say who answered
 ERRORS = frozenset({TerminationReason.ERROR, TerminationReason.TIMEOUT, TerminationReason.NO_CALLS})
 
 
@@ -51,6 +52,7 @@ class EvalResult:
     ungraded: dict[str, int] = field(default_factory=dict)  # the agent ended, the evaluator gave no reward
     signals: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    answered_by: dict[str, str] = field(default_factory=dict)  # the model; of a provider's also whose, and its sampling
     episodes: list[Episode] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +86,8 @@ class EvalResult:
         parts += [
             f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()
         ]
+        if provider := self.answered_by.get("provider"):
+            parts.append(f"answered by {self.answered_by['model']} of {provider}, whose sampling it is")
         return ", ".join(parts)
 
 
@@ -95,9 +99,11 @@ async def evaluate(
     step: int = 0,
     folder: Path | None = None,
     on_done: Callable[[Episode], None] = lambda _: None,
+    answered_by: Mapping[str, str] | None = None,
 ) -> EvalResult:
     """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` and ``summary.json`` there.
-    `step` is how far training was: it names the episodes, and changes nothing about them."""
+    `step` is how far training was: it names the episodes, and changes nothing about them. `answered_by` is for the
+    result."""
     if n < 1 or not tasks:
         raise UserError(
             f"An evaluation needs at least one task and one rollout of it, got {len(tasks)} tasks and {n} rollouts."
@@ -105,6 +111,7 @@ async def evaluate(
     jobs = [Job(task, index, step, validation=True) for task in tasks for index in range(n)]
     episodes = await runner.run_many(jobs, on_done)
     result = summarise(episodes, n, runner.config.seed)
+    result.answered_by = dict(answered_by or {})
     if folder is not None:
         await asyncio.to_thread(write, folder, result)
     return result
@@ -119,16 +126,19 @@ def run(
     checkpoint: Path | None = None,
     output: Path | None = None,
 ) -> EvalResult:
-    """Evaluate a model, or `checkpoint` of it, on the first ``config.eval_tasks`` tasks of `split` (0: all)."""
+    """Evaluate a model (or `checkpoint` of it), or a provider's, on the first ``config.eval_tasks`` tasks of `split`
+    (0: all)."""
     tasks = task.train(config) if split == "train" else task.held_out(config)
 
     agent = harness.agent(task, config)
 
     async def work() -> EvalResult:
-        async with serving(config, weights=checkpoint) as stack:
-            runner = Runner(stack.sessions, stack.base_url, agent, task.evaluator, config)
+        async with serving(config, weights=checkpoint) as place:
+            runner = Runner(place.sessions, place.base_url, agent, task.evaluator, config)
+            who = {name: place.facts[name] for name in ANSWERING if name in place.facts}
             try:
-                return await evaluate(runner, tasks[: config.eval_tasks or None], n, folder=output)
+                chosen = tasks[: config.eval_tasks or None]
+                return await evaluate(runner, chosen, n, folder=output, answered_by=who)
             finally:
                 await runner.close()
 

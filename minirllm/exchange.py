@@ -16,7 +16,7 @@ from typing import Any
 from minirllm.dialects import AnswerStream, Dialect
 from minirllm.dialects.fields import no_constant
 from minirllm.errors import RequestError, SessionClosed, Stalled, TooLarge
-from minirllm.session import Session
+from minirllm.sessions import AnySession
 from minirllm.types import Delta, ModelReply, ModelRequest
 
 MAX_DEPTH = 64  # of nested lists and objects
@@ -107,7 +107,7 @@ class Exchange:
         self.begun = False  # status and headers are out
         self.call: asyncio.Task[ModelReply] | None = None
         self.stopping = False
-        self.session: Session | None = None  # once its key was shown
+        self.session: AnySession | None = None  # once its key was shown
 
     def stop(self) -> None:
         """The server is shutting down: end the call; the client is told."""
@@ -121,7 +121,7 @@ class Exchange:
         await self._begin(200, "application/json", len(text))
         await self._body(text, last=True)
 
-    async def run(self, session: Session, request: ModelRequest) -> None:
+    async def run(self, session: AnySession, request: ModelRequest) -> None:
         """Make the call and send its answer. Raises what the call raises, and ClientGone."""
         if self.stopping:
             raise RequestError(SHUTTING_DOWN, status=503)
@@ -133,7 +133,7 @@ class Exchange:
             task.add_done_callback(lambda _: news.put_nowait(None))
         try:
             if request.stream:
-                stream = self.dialect.Stream(request, session.renderer.token_text, session.model)
+                stream = self.dialect.Stream(request, session.token_text, session.model)
                 await self._events(stream, call, gone, news)
                 body = "".join(stream.finish(_result(call, self.stopping)))
             else:
@@ -141,7 +141,7 @@ class Exchange:
                 if not call.done():
                     raise ClientGone
                 reply = _result(call, self.stopping)
-                body = json.dumps(self.dialect.response(reply, request, session.renderer.token_text), allow_nan=False)
+                body = json.dumps(self.dialect.response(reply, request, session.token_text), allow_nan=False)
                 await self._begin(200, "application/json", len(body))
             await self._body(body.encode())
             await self._body(b"")  # returns when the client has taken enough of what was sent before, or has left

@@ -1,14 +1,18 @@
 """What agents and evaluators may return, checked: whatever a user's function gives is right, or named in one sentence.
 
-Owns: `as_episode`, `verdict`, `trajectory_rewards`. Does not know: how the functions are found, run or timed.
+Owns: `as_episode`, `verdict`, `trajectory_rewards`, `mean_signals`. Does not know: how the functions are found, run
+or timed.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from minirllm.errors import GradingError
 from minirllm.types import Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
@@ -114,3 +118,12 @@ def _finite(value: Any, what: str) -> float:
     if not _is_finite(value):
         raise GradingError(f"evaluator must return a finite {what}, got {value}")
     return float(value)
+
+
+def mean_signals(episodes: Iterable[Episode]) -> dict[str, float]:
+    """Each signal's mean over the episodes that have it, by name."""
+    signals: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.signals.items():
+            signals.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(signals.items())}

@@ -31,8 +31,7 @@ from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
 from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
-from minirllm.session import Session
-from minirllm.sessions import Sessions
+from minirllm.sessions import AnySession, Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline, Overdue, source, watched, within
 
@@ -127,7 +126,7 @@ class Runner:
         finally:
             self.in_flight -= 1
 
-    async def _attempt(self, job: Job, session: Session, deadline: Deadline) -> Episode:
+    async def _attempt(self, job: Job, session: AnySession, deadline: Deadline) -> Episode:
         began = time.monotonic()
         try:
             episode = await self._agent(job.task, self._agent_config(job, session, deadline), deadline, session)
@@ -155,7 +154,7 @@ class Runner:
         _measure(episode, session, time.monotonic() - began)
         return episode
 
-    def _open(self, job: Job, failures: int) -> Session:
+    def _open(self, job: Job, failures: int) -> AnySession:
         """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step:
         evaluations before and after an update share their noise, so that their difference is not noise. Its id is new
         (`failures` of the engine came before in this attempt), so that late calls to another are refused."""
@@ -169,7 +168,7 @@ class Runner:
             auxiliary=self.flow.auxiliary,
         )
 
-    def _agent_config(self, job: Job, session: Session, deadline: Deadline) -> AgentConfig:
+    def _agent_config(self, job: Job, session: AnySession, deadline: Deadline) -> AgentConfig:
         temperature = self.config.eval_temperature if job.validation else self.config.temperature
         return AgentConfig(
             base_url=f"{self.base_url}/sessions/{quote(session.id, safe='')}/v1",
@@ -180,14 +179,14 @@ class Runner:
                 "timeout": deadline.remaining(),
                 "rollout_idx": job.rollout_idx,
                 "step": job.step,
-                "max_context": session.engine.max_context,
+                "max_context": session.max_context,
                 "max_tokens": session.default_max_tokens,
             },
             is_validation=job.validation,
             sampling_params={"temperature": temperature},
         )
 
-    async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline, session: Session) -> Episode:
+    async def _agent(self, task: Task, config: AgentConfig, deadline: Deadline, session: AnySession) -> Episode:
         """What the agent returned, or why it did not. Here an agent's failure becomes data."""
 
         async def work() -> Episode:
@@ -252,14 +251,14 @@ def _failed(why: TerminationReason, reason: str) -> Episode:
     return Episode(trajectories=[Trajectory()], termination_reason=why, reason=reason)
 
 
-def _identify(episode: Episode, job: Job, session: Session) -> None:
+def _identify(episode: Episode, job: Job, session: AnySession) -> None:
     episode.id, episode.task, episode.task_id = f"{job.task.id}:{job.rollout_idx}", job.task, job.task.id
     episode.rollout_idx, episode.attempt, episode.session_id = job.rollout_idx, job.attempt, session.id
     episode.reward, episode.is_correct = None, False  # an evaluator's to say
     episode.metadata |= {"step": job.step, "validation": job.validation, "seed": list(session.seed_parts)}
 
 
-def _join(episode: Episode, session: Session) -> str:
+def _join(episode: Episode, session: AnySession) -> str:
     """Fill the agent's steps from the captured calls, by call id. Returns what is wrong, or nothing.
 
     A single trajectory without step ids has all calls; its own steps, if any, lend them their labels (action, reward)
@@ -300,7 +299,7 @@ def _fill(label: Step, call: Step) -> Step:
     )  # fmt: skip
 
 
-def _measure(episode: Episode, session: Session, seconds: float) -> None:
+def _measure(episode: Episode, session: AnySession, seconds: float) -> None:
     episode.metrics |= {
         "turns": float(sum(not step.auxiliary for step in session.steps)),
         "prompt_tokens": float(sum(step.prompt_length for step in session.steps)),

@@ -34,8 +34,7 @@ from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import error as openai_error
 from minirllm.errors import EngineError, QuotaExceeded, RequestError, Stalled, Unauthorized, UserError
 from minirllm.exchange import STALLED, ClientGone, Exchange, decode_json, read_body
-from minirllm.session import Session
-from minirllm.sessions import Sessions
+from minirllm.sessions import AnySession, Sessions
 from minirllm.types import ModelRequest
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Endpoint:
         self,
         sessions: Sessions,
         model: str,
-        serve_session: Callable[[], Session] | None,
+        serve_session: Callable[[], AnySession] | None,
         admin_key: str,
         max_body: int,
         keep_alive: float,
@@ -65,9 +64,9 @@ class Endpoint:
         self.sessions, self.model, self.serve_session = sessions, model, serve_session
         self.admin_key, self.max_body, self.keep_alive = admin_key, max_body, keep_alive
         self.exchanges: set[Exchange] = set()
-        self._kept: WeakKeyDictionary[Session, Kept] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[AnySession, Kept] = WeakKeyDictionary()
 
-    def session(self, sid: str | None, headers: Mapping[str, str]) -> Session:
+    def session(self, sid: str | None, headers: Mapping[str, str]) -> AnySession:
         """The open session a request belongs to, its key checked. Raises RequestError with 401, 404 or 410."""
         if sid is not None:
             session = self.sessions.get(sid)
@@ -79,7 +78,7 @@ class Endpoint:
         check_key(headers, session.key)
         return session
 
-    def admit(self, session: Session) -> None:
+    def admit(self, session: AnySession) -> None:
         """Raises QuotaExceeded, before its body is read, for a call of a session that has more calls open than it may
         make, or was refused as often: an agent that floods costs little."""
         calls = sum(exchange.session is session for exchange in self.exchanges)
@@ -88,11 +87,11 @@ class Endpoint:
             counts = f"{calls} open and {session.refused} refused calls"
             raise QuotaExceeded(f"Session {session.id!r} may make {session.max_calls} model calls and has {counts}.")
 
-    def kept(self, session: Session) -> Kept:
+    def kept(self, session: AnySession) -> Kept:
         """The answers of the session that can be asked for again. They go when it goes."""
         return self._kept.setdefault(session, Kept(session.steps))
 
-    def parse(self, name: str, body: Any, route: str, session: Session) -> ModelRequest:
+    def parse(self, name: str, body: Any, route: str, session: AnySession) -> ModelRequest:
         """The request that a body is in the dialect of this name."""
         keeping = KEEPING.get(name)
         return keeping.parse(body, route, self.kept(session)) if keeping else DIALECTS[name].parse(body, route)
@@ -158,7 +157,7 @@ class Endpoint:
         return JSONResponse(describe(session))
 
 
-def describe(session: Session) -> dict[str, Any]:
+def describe(session: AnySession) -> dict[str, Any]:
     """What an admin sees of a session; never its key."""
     return {
         "id": session.id,
@@ -249,7 +248,7 @@ def build_app(
     sessions: Sessions,
     *,
     model: str,
-    serve_session: Callable[[], Session] | None = None,
+    serve_session: Callable[[], AnySession] | None = None,
     admin_key: str = "",
     max_body: int = MAX_BODY,
     keep_alive: float = KEEP_ALIVE,

@@ -17,7 +17,7 @@ import asyncio
 import re
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,15 @@ class Session:
             self.failure = error
             raise
 
+    @property
+    def max_context(self) -> int:
+        """How many tokens a prompt and its answer may have together."""
+        return self.engine.max_context
+
+    def token_text(self, id: int) -> str:
+        """The text of one token id."""
+        return self.renderer.token_text(id)
+
     def count(self, request: ModelRequest) -> int:
         """How many tokens its prompt has; nothing is recorded."""
         _, prompt_ids, _ = self._chat(request) if request.messages is not None else self._completion(request)
@@ -166,16 +175,7 @@ class Session:
 
         Raises UserError naming the first id that is none of this session's.
         """
-        steps = {self._arrival[step.id]: step for step in self.steps}
-        claimed = []
-        for name in ids:
-            match = _RESPONSE_ID.fullmatch(name)
-            number, index = self._arrival.get(match[1], (-1, 0)) if match else (-1, 0)
-            step = steps.get((number, int(match[2]) if match and match[2] else index))
-            if step is None:
-                raise UserError(f"No call of session {self.id!r} has the id {name!r}: give the id of a response.")
-            claimed.append(step)
-        return claimed
+        return claimed(self.id, ids, self.steps, self._arrival)
 
     # ---- a request before generation ----
 
@@ -361,3 +361,17 @@ class Session:
             if ids:
                 partial = Completion(ids, logprobs, "abort", ABORTED_VERSION, flight.params.temperature)
                 self.tree.add(flight.prompt_ids, partial, sample.call_id, parent.node if parent else None)
+
+
+def claimed(id: str, ids: Iterable[str], steps: Iterable[Step], arrival: Mapping[str, tuple[int, int]]) -> list[Step]:
+    """Of the `steps` of session `id` those that `ids` name, see `Session.claim`."""
+    by_arrival = {arrival[step.id]: step for step in steps}
+    found = []
+    for name in ids:
+        match = _RESPONSE_ID.fullmatch(name)
+        number, index = arrival.get(match[1], (-1, 0)) if match else (-1, 0)
+        step = by_arrival.get((number, int(match[2]) if match and match[2] else index))
+        if step is None:
+            raise UserError(f"No call of session {id!r} has the id {name!r}: give the id of a response.")
+        found.append(step)
+    return found

@@ -1,43 +1,78 @@
 """The sessions of one endpoint, by id.
 
-Owns: `Sessions`, the registry: what is open, what was closed, and the session of calls that name none. Does not know:
-what a session does.
+Owns: `Sessions`, the registry: what is open, what was closed, and the session of calls that name none; `AnySession`,
+what endpoint and rollouts need of a session, whoever answers in it. Does not know: what a session does.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
-from minirllm.engines import Engine
-from minirllm.errors import SessionClosed, UnknownSession
-from minirllm.renderer import Renderer
+from minirllm.errors import EngineError, SessionClosed, UnknownSession
+from minirllm.inflight import OnDelta
 from minirllm.session import Session
+from minirllm.tree import TokenTree
+from minirllm.types import ModelReply, ModelRequest, Step
 
 SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since it remembers them all
 CLOSED_KEPT = 10_000  # ids of closed sessions whose late calls are told so; of an older one none is known
 
 
-class Sessions:
-    """The sessions of one endpoint, by id. `defaults` are fields that every new Session gets."""
+class AnySession(Protocol):
+    """A session with the model in this process (`Session`), or with a provider's. `Session` says what the parts are."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, model: str, **defaults: Any):
-        self.engine, self.renderer, self.model, self.defaults = engine, renderer, model, defaults
-        self._open: dict[str, Session] = {}
+    id: str
+    key: str
+    model: str
+    seed_parts: tuple[Any, ...]
+    max_calls: int
+    closed: bool
+    failure: EngineError | None
+    refused: int
+    tokens_used: int
+    counters: dict[str, int]
+    steps: list[Step]
+    tree: TokenTree
+
+    @property
+    def default_max_tokens(self) -> int | None: ...
+    @property
+    def max_context(self) -> int: ...
+    async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply: ...
+    def count(self, request: ModelRequest) -> int: ...
+    def token_text(self, id: int) -> str: ...
+    def waiting(self) -> str: ...
+    def delivered(self, reply_id: str) -> None: ...
+    def lost(self, reply_id: str) -> None: ...
+    def close(self) -> None: ...
+    def claim(self, ids: Iterable[str]) -> list[Step]: ...
+
+
+class Sessions:
+    """The sessions of one endpoint, by id.
+
+    `answering`: engine, renderer and the model's name; or what else sessions of another `kind` are made of, after id
+    and key. `defaults` are fields that every new one gets.
+    """
+
+    def __init__(self, *answering: Any, kind: Callable[..., AnySession] = Session, **defaults: Any):
+        self.answering, self.kind, self.defaults = answering, kind, defaults
+        self._open: dict[str, AnySession] = {}
         self._closed: dict[str, None] = {}  # the last to close is the last
-        self._shared: Session | None = None
+        self._shared: AnySession | None = None
         self._shared_count = 0
 
-    def create(self, id: str, *, key: str | None = None, **settings: Any) -> Session:
+    def create(self, id: str, *, key: str | None = None, **settings: Any) -> AnySession:
         """A new session; `settings` are fields of Session. The key is random if none is given."""
         assert id not in self._open, f"session {id!r} is open already"
         self._open[id] = self._new(id, key or secrets.token_urlsafe(24), settings)
         self._closed.pop(id, None)
         return self._open[id]
 
-    def create_open(self, key: str) -> Session:
+    def create_open(self, key: str) -> AnySession:
         """The session of calls that name none, shared by the bearers of `key`; a fresh one when it has grown large."""
         if self._shared is None or self._shared.tokens_used > SHARED_TOKENS:
             free = dict.fromkeys(("max_calls", "max_streams"), sys.maxsize)
@@ -45,10 +80,10 @@ class Sessions:
             self._shared_count += 1
         return self._shared
 
-    def _new(self, id: str, key: str, settings: Mapping[str, Any]) -> Session:
-        return Session(id, key, self.engine, self.renderer, self.model, **{**self.defaults, **settings})
+    def _new(self, id: str, key: str, settings: Mapping[str, Any]) -> AnySession:
+        return self.kind(id, key, *self.answering, **{**self.defaults, **settings})
 
-    def get(self, id: str) -> Session:
+    def get(self, id: str) -> AnySession:
         """The open session. Raises SessionClosed for one that was closed, UnknownSession for one that never was."""
         if id in self._closed:
             raise SessionClosed(f"Session {id!r} has ended: late calls are refused.")
@@ -68,5 +103,5 @@ class Sessions:
     def __contains__(self, id: object) -> bool:
         return id in self._open
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[AnySession]:
         return iter(list(self._open.values()))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minirllm import checkpoint, models, watchdog
+from minirllm import checkpoint, models
 from minirllm.config import Config, find
 from minirllm.conversation import matcher
 from minirllm.engines import ENGINES, Engine
@@ -119,30 +119,6 @@ def _load(
     engine = find("engine", config.engine, ENGINES)(policy, config)
     renderer.limit = engine.max_context
     return loaded, policy, engine, renderer
-
-
-def serve(
-    config: Config,
-    *,
-    address: tuple[str, int],
-    keys: tuple[str, str],
-    checkpoint: Path | None,
-    ready: Callable[[str], None],
-) -> None:
-    """Serve until interrupted; `ready` hears the base URL (with ``/v1``) once it answers.
-
-    `keys`: the one that clients send, and the one for the admin routes (empty: there are none).
-    """
-
-    async def forever() -> None:
-        open_key, admin_key = keys
-        async with serving(
-            config, weights=checkpoint, address=address, open_key=open_key, admin_key=admin_key
-        ) as stack:
-            ready(f"{stack.base_url}/v1")
-            await asyncio.Event().wait()
-
-    watchdog.run(forever())
 
 
 def _checkpoint(folder: Path) -> Path:

@@ -43,7 +43,7 @@ async def train(
 ) -> dict[str, Any]:
     """Train, writing ``runs_dir/run``; returns the last metrics row. Once `stop` says so, it ends after the step in
     hand, which is saved. Raises UserError for what the user can mend."""
-    config = replace(config, date=config.date or datetime.date.today().isoformat())
+    config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
     algorithm = algorithms.create(config.algorithm)
     algorithm.validate(config)
     tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network

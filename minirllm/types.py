@@ -136,6 +136,15 @@ class Choice:
     stop: str = ""  # the stop string that ended it, if one did
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole answer. The prompt counts once, however many choices there are."""
+
+    prompt: int = 0
+    sampled: int = 0
+    cached: int = 0  # of the prompt's
+
+
 @dataclass(slots=True)
 class ModelReply:
     """The whole answer; dialects turn it into their JSON. `overridden` names sampling keys the session replaced."""
@@ -146,6 +155,15 @@ class ModelReply:
     prompt_ids: list[int]
     choices: list[Choice]
     overridden: dict[str, Any] = field(default_factory=dict)
+    counted: Usage | None = None  # by a provider, which says no ids
+
+    @property
+    def usage(self) -> Usage:
+        """What the answer took."""
+        completions = [choice.completion for choice in self.choices]
+        sampled = sum(len(completion.token_ids) for completion in completions)
+        cached = max((completion.cached_tokens for completion in completions), default=0)
+        return self.counted or Usage(len(self.prompt_ids), sampled, cached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ ROWS = [
     "exchange rollouts",
     "server",
     "stack",
+    "providers",
     "collect evaluate",
     "train",
     "agent_trainer tools",

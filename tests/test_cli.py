@@ -38,7 +38,7 @@ def held_out(config):
 
 
 class Work(types.ModuleType):
-    """Stands where ``minirllm.train``, ``evaluate`` and ``stack`` do: remembers how it was called."""
+    """Stands where ``minirllm.train``, ``evaluate`` and ``providers.serving`` do: remembers how it was called."""
 
     def __init__(self, error: BaseException | None = None):
         super().__init__("minirllm.work")
@@ -53,7 +53,7 @@ class Work(types.ModuleType):
     def serve(self, config: Config, *, ready: Any, **options: Any) -> None:
         self.calls.append(("serve", config, options))
         host, port = options["address"]
-        ready(f"http://{host}:{port}/v1")
+        ready(f"http://{host}:{port}", "tiny")
         if self.error is not None:
             raise self.error
 
@@ -69,7 +69,7 @@ def place(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def work(monkeypatch) -> Work:
     fake = Work()
-    for name in ("train", "evaluate", "stack"):
+    for name in ("train", "evaluate", "providers.serving"):
         monkeypatch.setitem(sys.modules, f"minirllm.{name}", fake)
     return fake
 
@@ -304,7 +304,9 @@ def test_serve_prints_where_the_key_and_an_example(place, work):
     work.error = KeyboardInterrupt()
     result = invoke("serve", "--model", "tiny", "--port", "1234", "--key", "secret")
     assert result.exit_code == 0
-    assert "base URL: http://127.0.0.1:1234/v1\nkey: secret\n" in result.stdout
+    assert "base URL: http://127.0.0.1:1234/v1\nkey: secret\nmodel: tiny\n" in result.stdout
+    assert "export OPENAI_BASE_URL=http://127.0.0.1:1234/v1 OPENAI_API_KEY=secret\n" in result.stdout
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:1234 ANTHROPIC_API_KEY=secret\n" in result.stdout
     curl = result.stdout.splitlines()[-1]
     assert curl.startswith("curl http://127.0.0.1:1234/v1/chat/completions -H 'Authorization: Bearer secret'")
     assert json.loads(curl.split("-d '")[1].rstrip("'"))["messages"][0]["role"] == "user"

@@ -319,7 +319,6 @@ async def test_a_bomb_is_refused_and_nobody_waits_for_long(name: str) -> None:
     content, status = BOMBS[name]
     async with serving(max_body=Config.max_body) as place:
         place.engine.renderer.limit = place.engine.max_context
-        place.sessions.renderer.limit = place.engine.max_context
         path = "completions" if name == "long prompt" else "chat/completions"
         began = time.monotonic()
         answer = await place.post(path, content=content, headers={"Content-Type": "application/json"})

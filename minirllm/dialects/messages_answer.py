@@ -83,9 +83,8 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 def _usage(reply: ModelReply) -> dict[str, int]:
     """Token counts. `input_tokens` are those of the prompt that no cache held."""
-    completion = reply.choices[0].completion
-    cached = completion.cached_tokens
-    return _tokens(len(reply.prompt_ids) - cached, cached, len(completion.token_ids))
+    used = reply.usage
+    return _tokens(used.prompt - used.cached, used.cached, used.sampled)
 
 
 def _tokens(fresh: int, cached: int, sampled: int) -> dict[str, int]:

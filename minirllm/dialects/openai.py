@@ -43,14 +43,13 @@ def frame(event: dict[str, Any]) -> str:
 
 
 def usage(reply: ModelReply) -> dict[str, Any]:
-    """Token counts. The prompt counts once, whatever `n` is."""
-    prompt, sampled = len(reply.prompt_ids), sum(len(c.completion.token_ids) for c in reply.choices)
-    cached = max((c.completion.cached_tokens for c in reply.choices), default=0)
+    """Token counts."""
+    used = reply.usage
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.sampled,
+        "total_tokens": used.prompt + used.sampled,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
     }
 
 

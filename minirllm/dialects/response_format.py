@@ -81,7 +81,8 @@ def checked(form: Fields, holder: Fields | None = None) -> dict[str, Any] | None
     except (SchemaError, RecursionError) as problem:
         why = problem.message[:500] if isinstance(problem, SchemaError) else "it is nested too deep"
         raise RequestError(f"{holder.path('schema')} is not a JSON schema: {why}", holder.path("schema")) from None
-    return {"type": kind, "schema": _checkable(schema or {})}
+    strict = {"strict": True} if holder.flag("strict") else {}  # means something to a provider only
+    return {"type": kind, "schema": _checkable(schema or {}), **strict}
 
 
 def _size(schema: Any) -> int:

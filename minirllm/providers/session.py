@@ -1,0 +1,245 @@
+"""A session whose calls a provider answers.
+
+Owns: `ProviderSession`: quotas, seeds, what is recorded of each call. Does not know: HTTP, who the provider is, wire
+formats. It has the surface of `session.Session` (see `sessions.AnySession`), without tokens: the counts are those that
+the provider says, the token tree stays empty, so nothing can be trained on. Every request is a new call: an answer that
+was lost on its way is not kept, and sampling is the provider's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from minirllm.conversation import Answer, Conversations, Match
+from minirllm.errors import EngineError, ProviderError, QuotaExceeded, RequestError, SessionClosed
+from minirllm.inflight import OnDelta, identify, shown_tools
+from minirllm.providers import wire
+from minirllm.providers.upstream import Upstream
+from minirllm.providers.wire import Reading
+from minirllm.session import COUNTERS, claimed
+from minirllm.tree import TokenTree
+from minirllm.types import Choice, Completion, Delta, Message, ModelReply, ModelRequest, SamplingParams, Step, Usage
+
+ACCEPTED = 3.0  # seconds after which a call counts as accepted although the provider has not begun to answer
+MAX_SEED = 2**31  # some providers take no larger one
+
+
+@dataclass(eq=False)
+class ProviderSession:
+    """Everything that one rollout (or one served client) asks a provider. All methods run on the event loop."""
+
+    id: str
+    key: str = field(repr=False)  # the bearer key its clients must show; not the provider's
+    upstream: Upstream
+    seed_parts: tuple[Any, ...] = ()
+    enforced: SamplingParams | None = None
+    default_max_tokens: int | None = None  # when a request has none; None: as many as the provider likes
+    default_temperature: float = 1.0  # when a request has none; 1, which is every provider's own, is not sent
+    max_calls: int = 200
+    max_tokens_total: int | None = (
+        None  # prompt and sampled tokens of the calls that have ended, as the provider counts
+    )
+    max_streams: int = 16  # calls sent to the provider at once; more wait here
+    max_context: int = 128_000  # what agents that ask are told; no provider says it
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        assert self.enforced is None, "a provider's model is not trained"
+        self.model = self.upstream.provider.model
+        self.closed = False
+        self.failure: EngineError | None = None  # the provider refuses every call
+        self.tree = TokenTree()
+        self.steps: list[Step] = []  # in the order in which their requests arrived
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.tokens_used = self.refused = 0
+        self._conversations = Conversations(same)
+        self._flying: dict[asyncio.Task[ModelReply], float] = {}  # since when
+        self._sent: Counter[bytes] = Counter()  # by digest of the body
+        self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
+        self._requests = 0
+        self._streams = asyncio.Semaphore(self.max_streams)
+        self._idle_since = time.monotonic()
+
+    async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
+        """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they come.
+
+        Cancelling the caller cancels the provider's call. Raises RequestError of any kind.
+        """
+        task = asyncio.ensure_future(self._answer(self._begin(request), on_delta))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its caller may be gone
+        self._flying[task] = time.monotonic()
+        try:
+            await asyncio.wait([task])
+        finally:
+            self.counters["aborted"] += 0 if task.done() and not task.cancelled() else request.n
+            task.cancel()
+            del self._flying[task]
+            self._idle_since = time.monotonic()
+        if task.cancelled():
+            raise SessionClosed(f"Session {self.id!r} was closed during this call.")
+        try:
+            return task.result()
+        except ProviderError as problem:
+            self.failure = EngineError(problem.message.rstrip("."))
+            raise
+
+    def count(self, request: ModelRequest) -> int:
+        """No provider says how many tokens a prompt has without answering it."""
+        raise RequestError("Tokens cannot be counted here: an outside provider answers, not this server.", status=404)
+
+    def token_text(self, id: int) -> str:
+        """Never asked for: there are no ids."""
+        raise NotImplementedError
+
+    def waiting(self) -> str:
+        """What its client waits for, and since when."""
+        name = self.upstream.provider.name
+        what = f"{len(self._flying)} call(s) of {name}, the first" if self._flying else "no unanswered model call"
+        return f"{what} since {time.monotonic() - min(self._flying.values(), default=self._idle_since):.3g} s"
+
+    def delivered(self, reply_id: str) -> None:
+        """Answers are not kept."""
+
+    def lost(self, reply_id: str) -> None:
+        """Answers are not kept: an equal request is a new call."""
+
+    def close(self) -> None:
+        """End the session. Calls in flight are cancelled; later ones are refused."""
+        self.closed = True
+        for task in self._flying:
+            task.cancel()
+
+    def claim(self, ids: Iterable[str]) -> list[Step]:
+        """The steps with these ids, as `Session.claim`."""
+        return claimed(self.id, ids, self.steps, self._arrival)
+
+    # ---- one request ----
+
+    def _begin(self, request: ModelRequest) -> _Call:
+        """Accept a request. All refusals that need no provider are raised from here, and leave no trace."""
+        if self.closed:
+            raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
+        made, name = self.counters["calls"], self.upstream.provider.name
+        if made + request.n > self.max_calls:
+            raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
+        if self.max_tokens_total is not None and self.tokens_used >= self.max_tokens_total:
+            used = f"may use {self.max_tokens_total} tokens and has used {self.tokens_used}"
+            raise QuotaExceeded(f"Session {self.id!r} {used}.")
+        if request.messages is None:
+            raise RequestError(f"{name} answers chats only: send messages, to another route.", "prompt")
+        if request.logprobs or request.return_token_ids:
+            what = "logprobs" if request.logprobs else "return_token_ids"
+            raise RequestError(f"{what}: {name} answers, whose tokens are not known here. Leave it out.", what)
+        params, asked = request.params, request.asked
+        params = replace(params, max_tokens=params.max_tokens or self.default_max_tokens)
+        if "temperature" not in asked and self.default_temperature != 1.0:
+            params, asked = replace(params, temperature=self.default_temperature), asked | {"temperature"}
+        request = replace(request, params=params, asked=asked)
+        match = self._conversations.match(request.messages or [], shown_tools(request))
+        body = wire.body(request, self.model, 0)
+        digest = blake2b(json.dumps(body, sort_keys=True).encode()).digest()
+        nth = self._sent[digest]
+        samples = [identify(self.seed_parts, digest, nth, index) for index in range(request.n)]
+        self._sent[digest] += 1
+        self._requests += 1
+        self.counters["calls"] += request.n
+        self.counters["edited"] += match.edited
+        self.counters["branches"] += match.edited
+        self.counters["reasked"] += nth > 0
+        self.counters["extended" if match.parent else "conversations"] += 1
+        return _Call(request, match, self._requests, [call_id for call_id, _ in samples], [seed for _, seed in samples])
+
+    async def _answer(self, call: _Call, on_delta: OnDelta | None) -> ModelReply:
+        """Ask for all choices at once. They are recorded together when all are there."""
+        reply_id = f"chatcmpl-{call.ids[0]}"
+        told = False
+
+        def accepted() -> None:
+            nonlocal told
+            if on_delta is not None and not told:
+                told = True
+                on_delta(Delta(0, reply_id=reply_id))
+
+        timer = asyncio.get_running_loop().call_later(ACCEPTED, accepted)
+        jobs = [asyncio.ensure_future(self._ask(call, index, on_delta, accepted)) for index in range(len(call.ids))]
+        try:
+            answers = await asyncio.gather(*jobs)
+        finally:
+            timer.cancel()
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        choices = [self._record(call, index, read) for index, read in enumerate(answers)]
+        used = Usage(answers[0].usage.prompt, sum(read.usage.sampled for read in answers), answers[0].usage.cached)
+        return ModelReply(reply_id, self.model, int(self.clock()), [], choices, counted=used)
+
+    async def _ask(self, call: _Call, index: int, on_delta: OnDelta | None, accepted: Callable[[], None]) -> Reading:
+        asked, params = call.seed(index), call.request
+        body = wire.body(params, self.model, asked)
+
+        def reading() -> Reading:
+            return Reading(index, call.ids[index], on_delta or (lambda _: None))
+
+        async with self._streams:
+            return await self.upstream.chat(body, reading, accepted, on_delta is None)
+
+    def _record(self, call: _Call, index: int, read: Reading) -> Choice:
+        """A finished choice becomes a step, and an answer that requests can continue."""
+        call_id, parent, (message, reason) = call.ids[index], call.match.parent, read.message()
+        self._conversations.record(call.match, Answer(call_id, 0, shown_tools(call.request), message))
+        self._arrival[call_id] = (call.arrival, index)
+        step = Step(
+            id=call_id,
+            metadata={"provider": self.upstream.provider.name, "model": read.model, "finish_reason": read.finish},
+            messages=call.match.added,
+            parent=parent.call_id if parent else None,
+            response=message,
+            prompt_length=read.usage.prompt,
+            response_length=read.usage.sampled,
+            finish_reason=reason,
+            params=replace(call.request.params, seed=call.seed(index)),
+        )
+        insort(self.steps, step, key=lambda step: self._arrival[step.id])
+        self.tokens_used += read.usage.prompt + read.usage.sampled
+        self.counters["truncated"] += reason == "length"
+        self.counters["malformed_tool_calls"] += message.malformed
+        return Choice(
+            index, call_id, message, Completion([], [], "length" if reason == "length" else "stop", 0), reason
+        )
+
+
+@dataclass(eq=False)
+class _Call:
+    """An accepted request: what it continues, which it is of the session, and the id and seed of each choice."""
+
+    request: ModelRequest
+    match: Match
+    arrival: int
+    ids: list[str]
+    seeds: list[int]
+
+    def seed(self, index: int) -> int:
+        """The request's own, else one of the session's, the run's and the prompt's."""
+        own = self.request.params.seed
+        return (self.seeds[index] if own is None else own + index) % MAX_SEED
+
+
+def same(said: Message, sent: Message) -> bool:
+    """Whether `sent` is `said`, sent back: outer white space, ids and reasoning do not count."""
+    calls = [[(call.name, _value(call.arguments)) for call in message.tool_calls] for message in (said, sent)]
+    return said.role == sent.role and said.content.strip() == sent.content.strip() and calls[0] == calls[1]
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
