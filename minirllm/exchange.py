@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from minirllm.dialects import AnswerStream, Dialect
-from minirllm.dialects.fields import no_constant
+from minirllm.dialects.fields import finite, no_constant
 from minirllm.errors import RequestError, SessionClosed, Stalled, TooLarge
 from minirllm.sessions import AnySession
 from minirllm.types import Delta, ModelReply, ModelRequest
@@ -71,7 +71,7 @@ def decode_json(raw: bytes) -> Any:
     if not raw.strip():
         raise RequestError("The body is empty: send a JSON object.")
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=no_constant, parse_float=finite)
         _count(value, MAX_DEPTH, 0)
     except UnicodeDecodeError as error:
         raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None

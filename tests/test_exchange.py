@@ -37,7 +37,7 @@ def deep(levels: int) -> str:
         (b'{"messages": "\xff\xfe"}', "not valid UTF-8 (byte 14)"),
         (b"\xef\xbb\xbf{}", "not valid JSON"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b'{"temperature": 1e999, "messages": [{"role": "user"}]}', "temperature must be a number"),
+        (b'{"temperature": -1e999}', "-1e999 is too large a number"),
         (f'{{"messages": {deep(100)}}}'.encode(), "nested more than 64"),
         (f'{{"messages": {deep(100_000)}}}'.encode(), "nested more than 64"),
         (b'{"a":' * 100_000, "nested more than 64"),

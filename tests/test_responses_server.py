@@ -20,7 +20,10 @@ TOOL = {
     "type": "function", "name": "run", "strict": False,
     "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}},
 }  # fmt: skip
-CHAT_TOOL = {"type": "function", "function": {"name": "run", "parameters": TOOL["parameters"]}}
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"strict": False, "parameters": TOOL["parameters"], "description": None, "name": "run"},
+}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
 PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** a\\nb"}}\n</tool_call>'
 THOUGHTFUL = "<think>\nhm\n</think>\n\nI look.\n" + CALL

@@ -121,12 +121,7 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
         raise RequestError(
             f"{at}.type {read.shown(fields.get('type'))} is not supported here: only function tools are.", f"{at}.type"
         )
-    function = Fields(fields.get("function"), f"{at}.function")
-    read.name(function)
-    function.text("description")
-    if function.get("parameters") is not None:
-        Fields(function.get("parameters"), f"{at}.function.parameters")
-    return fields.values
+    return read.function_tool(Fields(fields.get("function"), f"{at}.function"))
 
 
 def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> str | dict[str, Any]:

@@ -7,6 +7,7 @@ A field that is null counts as absent. Unknown fields are never looked at, so th
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,6 +40,14 @@ def sayable(text: str) -> Any:
     """The value of JSON text, so that it can be said again: of 1e999, which no float can hold, the greatest one."""
     most = sys.float_info.max
     return json.loads(text, parse_float=lambda digits: min(max(float(digits), -most), most))
+
+
+def finite(digits: str) -> float:
+    """For ``json.loads(parse_float=...)``: Python reads 1e999 as infinity, which no JSON can say again."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value
 
 
 class Fields:
@@ -118,6 +127,16 @@ def name(fields: Fields) -> str:
     if not given:
         raise fields.wrong("name", "a non-empty string")
     return given
+
+
+def function_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
+    """A tool in the one internal form: only what every dialect can say of one, so that all say the same of it.
+    `schema`: the field with its parameters."""
+    parameters = fields.get(schema)
+    if parameters is not None:
+        Fields(parameters, fields.path(schema))
+    told = {"name": name(fields), "description": fields.text("description") or None, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}
 
 
 def logprobs(fields: Fields) -> tuple[bool, int]:

@@ -171,12 +171,7 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
             "not know it; only tools with name, description and input_schema are.",
             f"{at}.type",
         )
-    function: dict[str, Any] = {"name": read.name(fields)}
-    if description := fields.text("description"):
-        function["description"] = description
-    if fields.get("input_schema") is not None:
-        function["parameters"] = Fields(fields.get("input_schema"), f"{at}.input_schema").values
-    return {"type": "function", "function": function}
+    return read.function_tool(fields, "input_schema")
 
 
 def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> str | dict[str, Any]:

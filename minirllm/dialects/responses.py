@@ -8,7 +8,6 @@ answer is kept unless `store` is false.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from minirllm.dialects import fields as read
@@ -16,7 +15,7 @@ from minirllm.dialects import response_format
 from minirllm.dialects.fields import Fields
 from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import TokenText, error
-from minirllm.dialects.responses_items import Tools, items_of, messages_of, name_of
+from minirllm.dialects.responses_items import Tools, items_of, messages_of
 from minirllm.dialects.responses_stream import Stream
 from minirllm.errors import RequestError
 from minirllm.types import Message, ModelReply, ModelRequest, SamplingParams
@@ -54,7 +53,7 @@ def parse(body: Any, route: str = ROUTES[0], kept: Kept | None = None) -> ModelR
     tools = Tools([*fields.list("tools", read.MAX_TOOLS), *_additional(fields)])
     tool_choice, shown = _tool_choice(fields, tools)
     top_logprobs = fields.integer("top_logprobs", 0, read.MAX_TOP_LOGPROBS) or 0
-    params, asked = _sampling(fields, top_logprobs)
+    params, asked = read.sampling(fields, top_logprobs, {"max_tokens": "max_output_tokens"})
     store = fields.get("store") is None or fields.flag("store")
     return ModelRequest(
         messages=_messages(fields, tools, kept),
@@ -111,18 +110,10 @@ def _tool_choice(fields: Fields, tools: Tools) -> tuple[str | dict[str, Any], li
 
 
 def _named(form: Fields, tools: Tools) -> str:
-    name = tools.name(name_of(form), form.text("namespace"))
+    name = tools.name(read.name(form), form.text("namespace"))
     if name not in tools.known:
         raise RequestError(f"tool_choice names {read.shown(name)}, which is not in tools.", "tool_choice")
     return name
-
-
-def _sampling(fields: Fields, top_logprobs: int) -> tuple[SamplingParams, frozenset[str]]:
-    params, asked = read.sampling(fields, top_logprobs)
-    limit = fields.integer("max_output_tokens", 1)
-    if limit is None:
-        return params, asked
-    return replace(params, max_tokens=limit), asked | {"max_tokens"}
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:

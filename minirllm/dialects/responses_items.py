@@ -45,11 +45,11 @@ class Tools:
         self.known: dict[str, Tool] = {}
         found = [entry for place, value in enumerate(values) for entry in _tools(value, f"{at}[{place}]", "")]
         plain = {tool.name for tool, _ in found if not tool.namespace}
-        for tool, function in found:
+        for tool, shown in found:
             taken = tool.namespace and (tool.name in plain or tool.name in self.known)
             name = f"{tool.namespace}__{tool.name}" if taken else tool.name
             self.known[name] = tool
-            self.shown.append({"type": "function", "function": {"name": name, **function}})
+            self.shown.append({**shown, "function": {**shown["function"], "name": name}})
 
     def name(self, name: str, namespace: str = "") -> str:
         """How the model knows the tool that the client calls so; one that it was not told of keeps its name."""
@@ -61,29 +61,18 @@ class Tools:
 
 
 def _tools(value: Any, at: str, namespace: str) -> Iterator[tuple[Tool, dict[str, Any]]]:
-    """(the tool, its function without the name) of an entry of `tools`; a namespace has several."""
+    """(the tool, what the model is told of it) of an entry of `tools`; a namespace has several."""
     fields = Fields(value, at)
     kind = fields.get("type")
     if kind == "namespace" and not namespace:
         inside = enumerate(fields.list("tools", read.MAX_TOOLS))
-        yield from (entry for i, tool in inside for entry in _tools(tool, f"{at}.tools[{i}]", name_of(fields)))
+        yield from (entry for i, tool in inside for entry in _tools(tool, f"{at}.tools[{i}]", read.name(fields)))
     elif kind in ("function", "custom"):
-        described: dict[str, Any] = {"description": text} if (text := fields.text("description")) else {}
-        parameters = _FREE if kind == "custom" else fields.get("parameters")
-        if parameters is not None:
-            described["parameters"] = Fields(parameters, f"{at}.parameters").values
-        yield Tool(name_of(fields), namespace, kind == "custom"), described
+        told = Fields({**fields.values, "parameters": _FREE}, at) if kind == "custom" else fields
+        yield Tool(read.name(fields), namespace, kind == "custom"), read.function_tool(told)
     elif not isinstance(kind, str) or not kind.startswith(_IGNORED):
         names = "only function, custom and namespace tools are"
         raise RequestError(f"{at}.type {read.shown(kind)} is not supported here: {names}.", f"{at}.type")
-
-
-def name_of(fields: Fields) -> str:
-    """The field `name`, which must be there."""
-    name = fields.text("name")
-    if not name:
-        raise fields.wrong("name", "a non-empty string")
-    return name
 
 
 # ---- items -> messages ----
@@ -139,7 +128,7 @@ def _item(fields: Fields, tools: Tools, find: Find, turns: _Turns) -> None:
         if text:
             turns.said("reasoning", Message("assistant", reasoning=text))
     elif kind in ("function_call", "custom_tool_call"):
-        name = tools.name(name_of(fields), fields.text("namespace"))
+        name = tools.name(read.name(fields), fields.text("namespace"))
         custom = kind == "custom_tool_call"
         arguments = _as_arguments(fields.text("input")) if custom else fields.text("arguments")
         call = ToolCall(fields.text("call_id"), name, arguments or "{}")
