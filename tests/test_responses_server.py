@@ -20,10 +20,6 @@ TOOL = {
     "type": "function", "name": "run", "strict": False,
     "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}},
 }  # fmt: skip
-CHAT_TOOL = {
-    "type": "function",
-    "function": {"strict": False, "parameters": TOOL["parameters"], "description": None, "name": "run"},
-}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
 PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** a\\nb"}}\n</tool_call>'
 THOUGHTFUL = "<think>\nhm\n</think>\n\nI look.\n" + CALL
@@ -151,41 +147,6 @@ async def test_arguments_spelled_anew_and_thoughts_left_out_continue_the_very_to
         }
         await client.responses.create(model="m", input=[USER, *echo, out], tools=[TOOL])
     assert place.session.counters["extended"] == 1
-
-
-@pytest.mark.parametrize("begin", ["chat", "responses"])
-async def test_a_conversation_goes_on_in_another_dialect_in_one_tree(place: Place, begin: str) -> None:
-    place.engine.texts = [THOUGHTFUL, "done", "bye"]
-    system = {"role": "system", "content": "be brief"}
-    async with place.client() as client:
-
-        async def chat(messages: list) -> object:
-            made = await client.chat.completions.create(model="m", messages=[system, *messages], tools=[CHAT_TOOL])
-            return made.choices[0].message
-
-        async def responses(items: list) -> object:
-            return await client.responses.create(model="m", input=items, instructions="be brief", tools=[TOOL])
-
-        if begin == "chat":
-            said = await chat([USER])
-            (call,) = said.tool_calls
-            calls = {"type": "function_call", "call_id": call.id, "name": "run", "arguments": call.function.arguments}
-            items = [USER, {"role": "assistant", "content": said.content}, calls]
-            items.append({"type": "function_call_output", "call_id": call.id, "output": "files"})
-            assert (await responses(items)).output_text == "done"
-        else:
-            said = await responses([USER])
-            message, call = said.output[1:]
-            function = {"name": "run", "arguments": call.arguments}
-            calls = [{"id": call.call_id, "type": "function", "function": function}]
-            turn = {"role": "assistant", "content": message.content[0].text, "tool_calls": calls}
-            tool = {"role": "tool", "tool_call_id": call.call_id, "content": "files"}
-            assert (await chat([USER, turn, tool])).content == "done"
-    counters = place.session.counters
-    assert (counters["conversations"], counters["extended"], counters["branches"]) == (1, 1, 0)
-    tree = place.session.tree
-    first, second = (tree.ids(step.node) for step in place.session.steps)
-    assert second[: len(first)] == first
 
 
 # ---- answers that are kept ----
