@@ -75,8 +75,36 @@ async def messages(place: Place, turns: list[Turn]) -> Turn:
     return "assistant", found["text"]["text"], thought, found["tool_use"]["id"] if "tool_use" in found else ""
 
 
+async def gemini(place: Place, turns: list[Turn]) -> Turn:
+    contents: list[dict] = []
+    for role, text, thought, call in turns:
+        if role == "tool":
+            result = {"id": call, "name": "run", "response": {"output": text}}
+            contents.append({"role": "user", "parts": [{"functionResponse": result}]})
+            continue
+        parts: list[dict] = [{"text": thought, "thought": True}] if thought else []
+        parts.append({"text": text})
+        parts += [{"functionCall": {"id": call, "name": "run", "args": {"cmd": "ls"}}}] if call else []
+        contents.append({"role": "model" if role == "assistant" else role, "parts": parts})
+    parameters = {"type": "OBJECT", "properties": {"cmd": {"type": "STRING"}}}
+    body = {
+        "systemInstruction": {"parts": [{"text": "be brief"}]},
+        "contents": contents,
+        "tools": [{"functionDeclarations": [{"name": "run", "parameters": parameters}]}],
+        "generationConfig": {"maxOutputTokens": 500, "thinkingConfig": {"includeThoughts": True}},
+    }
+    answer = await ask(place, "models/m:generateContent", body)
+    parts = answer["candidates"][0]["content"]["parts"]
+    thought = "".join(part["text"] for part in parts if "thought" in part)
+    text = "".join(part["text"] for part in parts if "text" in part and "thought" not in part)
+    calls = [part["functionCall"]["id"] for part in parts if "functionCall" in part]
+    return "assistant", text, thought, calls[0] if calls else ""
+
+
 @pytest.mark.parametrize(
-    "order", list(permutations([chat, responses, messages])), ids=lambda order: "-".join(one.__name__ for one in order)
+    "order",
+    list(permutations([chat, responses, messages, gemini], 3)),
+    ids=lambda order: "-".join(one.__name__ for one in order),
 )
 async def test_a_conversation_may_change_its_dialect_at_every_turn(order) -> None:
     async with serving() as place:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from minirllm.dialects import chat, completions, messages, responses
+from minirllm.dialects import chat, completions, gemini, messages, responses
 from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import TokenText
 from minirllm.errors import RequestError
@@ -72,4 +72,10 @@ class KeepingDialect(Dialect, Protocol):
 
 
 KEEPING: dict[str, KeepingDialect] = {"responses": responses}
-DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions, "messages": messages, **KEEPING}
+DIALECTS: dict[str, Dialect] = {
+    "chat": chat,
+    "completions": completions,
+    "gemini": gemini,
+    "messages": messages,
+    **KEEPING,
+}
