@@ -112,7 +112,9 @@ def test_tools_and_their_choice() -> None:
 
 def test_formats() -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
-    assert parse(text={"format": form}).response_format == {"type": "json_schema", "schema": {"type": "object"}}
+    checked = {"type": "json_schema", "schema": {"type": "object"}}
+    assert parse(text={"format": form}).response_format == {**checked, "strict": True}
+    assert parse(text={"format": {**form, "strict": None}}).response_format == checked
     assert parse(text={"format": {"type": "json_object"}}).response_format == {"type": "json_object"}
     assert parse(text={"format": {"type": "text"}}).response_format is None
 
