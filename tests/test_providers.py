@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -286,6 +287,27 @@ async def test_an_evaluation_by_a_provider(home: Path) -> None:
     assert {body["max_tokens"] for body in upper.asked} == {9}
     everything = done.stdout + done.stderr + "".join(path.read_text() for path in (home / "out").iterdir())
     assert "SENTINEL" not in everything
+
+
+PROGRAM = """#!/bin/sh
+env | grep -q SENTINEL && echo leaked && exit 1
+printf '{"messages": [{"role": "user", "content": "hi"}]}' > body
+curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+  -H 'Content-Type: application/json' -d @body | grep -o 'Hello'
+"""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_a_program_is_evaluated_with_a_provider(home: Path) -> None:
+    (home / "mine.py").write_text(TASK)
+    (home / "agent.sh").write_text(PROGRAM)
+    (home / "agent.sh").chmod(0o755)
+    async with scripted(says(*HELLO)) as upper:
+        args = ("eval", "mine.py", "--base-url", upper.url, "--model", "m", "--key-env", "K", "--output", "out")
+        done = await asyncio.to_thread(command, *args, "--harness", "command:./agent.sh", cwd=home, K=SECRET)
+    assert done.returncode == 0, done.stderr
+    items = [json.loads(line) for line in (home / "out" / "items.jsonl").read_text().splitlines()]
+    assert [(item["answer"].strip(), item["reward"]) for item in items] == [("Hello", 1.0)] * 2
 
 
 async def test_a_wrong_key_ends_an_evaluation_in_one_sentence(home: Path) -> None:

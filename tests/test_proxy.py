@@ -8,7 +8,6 @@ import logging
 import time
 from pathlib import Path
 
-import anthropic
 import openai
 import pytest
 
@@ -87,58 +86,6 @@ async def test_a_streamed_tool_call_comes_in_pieces() -> None:
         assert upper.asked[0]["tools"] == [TOOL]
 
 
-async def test_responses_in_chat_completions_out() -> None:
-    tool = {"type": "function", "name": "run", "parameters": TOOL["function"]["parameters"], "strict": False}
-    pieces = (piece(reasoning="hm"), call(0, "", id="a1", name="run"), call(0, '{"cmd": "ls"}'), piece("tool_calls"))
-    async with scripted(says(*pieces, USAGE), says(*HELLO)) as upper, proxy(upper.url) as (client, _):
-        first = await client.responses.create(model="m", input="hi", tools=[tool])
-        tool_call = next(item for item in first.output if item.type == "function_call")
-        assert (tool_call.name, tool_call.arguments, tool_call.call_id) == ("run", '{"cmd": "ls"}', "a1")
-        assert (first.usage.input_tokens, first.usage.output_tokens) == (11, 7)
-        result = {"type": "function_call_output", "call_id": "a1", "output": "a.txt"}
-        async with client.responses.stream(
-            model="m", previous_response_id=first.id, input=[result], tools=[tool]
-        ) as stream:
-            texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-            last = await stream.get_final_response()
-        assert (texts, last.output_text, last.usage.output_tokens) == (["Hel", "lo"], "Hello", 7)
-        function = {"name": "run", "arguments": '{"cmd": "ls"}'}
-        called = {"id": "a1", "type": "function", "function": function}
-        assert upper.asked[1]["messages"][1:] == [
-            {"role": "assistant", "content": None, "tool_calls": [called]},
-            {"role": "tool", "content": "a.txt", "tool_call_id": "a1"},
-        ]
-
-
-async def test_messages_in_chat_completions_out() -> None:
-    tool = {"name": "run", "input_schema": TOOL["function"]["parameters"]}
-    pieces = (piece(content="Ok"), call(0, "", id="a1", name="run"), call(0, '{"cmd": "ls"}'), piece("tool_calls"))
-    overflow = {"error": {"message": "prompt is too long: 9000 tokens > 8000 maximum"}}
-    acts = (says(*pieces, USAGE), says(*HELLO), status(400, overflow), status(401))
-    async with scripted(*acts) as upper, proxy(upper.url) as (_, place):
-        options = {"model": "m", "max_tokens": 50, "tools": [tool]}
-        ask_it = anthropic.AsyncAnthropic(base_url=place.base_url, api_key="sk-ours", max_retries=0)
-        async with ask_it as client:
-            first = await client.messages.create(messages=[USER], **options)
-            text, use = first.content
-            assert (text.text, use.name, use.input, first.stop_reason) == ("Ok", "run", {"cmd": "ls"}, "tool_use")
-            assert (first.usage.input_tokens, first.usage.output_tokens) == (11, 7)
-            result = {"type": "tool_result", "tool_use_id": use.id, "content": "a.txt"}
-            history = [USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-            async with client.messages.stream(messages=history, **options) as stream:
-                texts = [text async for text in stream.text_stream]
-                last = await stream.get_final_message()
-            assert (texts, last.usage.output_tokens) == (["Hel", "lo"], 7)
-            assert upper.asked[1]["messages"][2] == {"role": "tool", "content": "a.txt", "tool_call_id": use.id}
-            assert upper.asked[1]["tools"][0]["function"]["name"] == "run"
-            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 9000 tokens > 8000 maximum"):
-                await client.messages.create(messages=[USER], **options)
-            with pytest.raises(anthropic.AuthenticationError, match="Its key is wrong"):
-                await client.messages.create(messages=[USER], **options)
-            with pytest.raises(anthropic.NotFoundError, match="cannot be counted"):
-                await client.messages.count_tokens(model="m", messages=[USER])
-
-
 async def test_a_client_that_leaves_ends_the_providers_call() -> None:
     async with scripted(says(piece(content="He"), end="", then=hang)) as upper, proxy(upper.url) as (client, place):
         stream = await ask(client, stream=True)
@@ -191,7 +138,8 @@ async def test_n_answers_are_n_calls_with_seeds_of_their_own() -> None:
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (11, 21)
         steps = place.sessions.create_open("sk-ours").steps
         assert [(step.prompt_length, step.response_length) for step in steps] == [(11, 7)] * 3
-        assert steps[0].metadata == {"provider": upper.url[7:-3], "model": "m-1", "finish_reason": "stop"}
+        said = {"match": "conversation", "provider": upper.url[7:-3], "model": "m-1", "finish_reason": "stop"}
+        assert steps[0].metadata == said
         assert place.sessions.create_open("sk-ours").claim([reply.id, f"{reply.id}-2"]) == [steps[0], steps[2]]
 
 

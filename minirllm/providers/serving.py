@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from minirllm import providers, watchdog
 from minirllm.config import Config
+from minirllm.conversation import matcher
 from minirllm.errors import ConfigError
 from minirllm.providers.session import ProviderSession
 from minirllm.providers.upstream import connected
@@ -74,6 +75,7 @@ async def serving(
             max_calls=config.max_calls,
             max_tokens_total=config.max_session_tokens or None,
             max_streams=config.max_streams,
+            matcher=matcher(config.matcher),
         )
         shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
         app = build_app(

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from minirllm.conversation import Answer, Conversations, Match
+from minirllm.conversation import Answer, Conversations, Match, Matcher, normalized
 from minirllm.errors import EngineError, ProviderError, QuotaExceeded, RequestError, SessionClosed
 from minirllm.inflight import OnDelta, identify, shown_tools
 from minirllm.providers import wire
 from minirllm.providers.upstream import Upstream
 from minirllm.providers.wire import Reading
-from minirllm.session import COUNTERS, claimed
+from minirllm.session import COUNTERS, Classifier, claimed
 from minirllm.tree import TokenTree
-from minirllm.types import Choice, Completion, Delta, Message, ModelReply, ModelRequest, SamplingParams, Step, Usage
+from minirllm.types import Choice, Completion, Delta, ModelReply, ModelRequest, SamplingParams, Step, Usage
 
 ACCEPTED = 3.0  # seconds after which a call counts as accepted although the provider has not begun to answer
 MAX_SEED = 2**31  # some providers take no larger one
@@ -48,6 +48,8 @@ class ProviderSession:
         None  # prompt and sampled tokens of the calls that have ended, as the provider counts
     )
     max_streams: int = 16  # calls sent to the provider at once; more wait here
+    matcher: Matcher = normalized  # which messages are earlier ones, sent back
+    auxiliary: Classifier | None = None  # which requests are a harness's side calls
     max_context: int = 128_000  # what agents that ask are told; no provider says it
     clock: Callable[[], float] = time.time
 
@@ -60,7 +62,7 @@ class ProviderSession:
         self.steps: list[Step] = []  # in the order in which their requests arrived
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.tokens_used = self.refused = 0
-        self._conversations = Conversations(same)
+        self._conversations = Conversations(self.matcher)
         self._flying: dict[asyncio.Task[ModelReply], float] = {}  # since when
         self._sent: Counter[bytes] = Counter()  # by digest of the body
         self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
@@ -154,12 +156,17 @@ class ProviderSession:
         self.counters["edited"] += match.edited
         self.counters["branches"] += match.edited
         self.counters["reasked"] += nth > 0
-        self.counters["extended" if match.parent else "conversations"] += 1
-        return _Call(request, match, self._requests, [call_id for call_id, _ in samples], [seed for _, seed in samples])
+        kind = "extended" if match.parent else "conversations"
+        self.counters[kind] += 1
+        metadata = {"match": "edited" if match.edited else kind.removesuffix("s"), "provider": name}
+        if self.auxiliary is not None and (side_call := self.auxiliary(request)):
+            metadata["auxiliary"] = side_call
+            self.counters["auxiliary"] += request.n
+        return _Call(request, match, metadata, self._requests, samples)
 
     async def _answer(self, call: _Call, on_delta: OnDelta | None) -> ModelReply:
         """Ask for all choices at once. They are recorded together when all are there."""
-        reply_id = f"chatcmpl-{call.ids[0]}"
+        reply_id = f"chatcmpl-{call.id(0)}"
         told = False
 
         def accepted() -> None:
@@ -169,7 +176,7 @@ class ProviderSession:
                 on_delta(Delta(0, reply_id=reply_id))
 
         timer = asyncio.get_running_loop().call_later(ACCEPTED, accepted)
-        jobs = [asyncio.ensure_future(self._ask(call, index, on_delta, accepted)) for index in range(len(call.ids))]
+        jobs = [asyncio.ensure_future(self._ask(call, index, on_delta, accepted)) for index in range(call.request.n)]
         try:
             answers = await asyncio.gather(*jobs)
         finally:
@@ -182,23 +189,22 @@ class ProviderSession:
         return ModelReply(reply_id, self.model, int(self.clock()), [], choices, counted=used)
 
     async def _ask(self, call: _Call, index: int, on_delta: OnDelta | None, accepted: Callable[[], None]) -> Reading:
-        asked, params = call.seed(index), call.request
-        body = wire.body(params, self.model, asked)
+        body = wire.body(call.request, self.model, call.seed(index))
 
         def reading() -> Reading:
-            return Reading(index, call.ids[index], on_delta or (lambda _: None))
+            return Reading(index, call.id(index), on_delta or (lambda _: None))
 
         async with self._streams:
             return await self.upstream.chat(body, reading, accepted, on_delta is None)
 
     def _record(self, call: _Call, index: int, read: Reading) -> Choice:
         """A finished choice becomes a step, and an answer that requests can continue."""
-        call_id, parent, (message, reason) = call.ids[index], call.match.parent, read.message()
+        call_id, parent, (message, reason) = call.id(index), call.match.parent, read.message()
         self._conversations.record(call.match, Answer(call_id, 0, shown_tools(call.request), message))
         self._arrival[call_id] = (call.arrival, index)
         step = Step(
             id=call_id,
-            metadata={"provider": self.upstream.provider.name, "model": read.model, "finish_reason": read.finish},
+            metadata={**call.metadata, "model": read.model, "finish_reason": read.finish},
             messages=call.match.added,
             parent=parent.call_id if parent else None,
             response=message,
@@ -211,35 +217,26 @@ class ProviderSession:
         self.tokens_used += read.usage.prompt + read.usage.sampled
         self.counters["truncated"] += reason == "length"
         self.counters["malformed_tool_calls"] += message.malformed
-        return Choice(
-            index, call_id, message, Completion([], [], "length" if reason == "length" else "stop", 0), reason
-        )
+        completion = Completion([], [], "length" if reason == "length" else "stop", 0)
+        return Choice(index, call_id, message, completion, reason)
 
 
 @dataclass(eq=False)
 class _Call:
-    """An accepted request: what it continues, which it is of the session, and the id and seed of each choice."""
+    """An accepted request: what it continues, what its steps say of that, which it is of the session, and the id and
+    seed of each choice."""
 
     request: ModelRequest
     match: Match
+    metadata: dict[str, Any]
     arrival: int
-    ids: list[str]
-    seeds: list[int]
+    samples: list[tuple[str, int]]
+
+    def id(self, index: int) -> str:
+        """The call id of a choice."""
+        return self.samples[index][0]
 
     def seed(self, index: int) -> int:
         """The request's own, else one of the session's, the run's and the prompt's."""
         own = self.request.params.seed
-        return (self.seeds[index] if own is None else own + index) % MAX_SEED
-
-
-def same(said: Message, sent: Message) -> bool:
-    """Whether `sent` is `said`, sent back: outer white space, ids and reasoning do not count."""
-    calls = [[(call.name, _value(call.arguments)) for call in message.tool_calls] for message in (said, sent)]
-    return said.role == sent.role and said.content.strip() == sent.content.strip() and calls[0] == calls[1]
-
-
-def _value(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+        return (self.samples[index][1] if own is None else own + index) % MAX_SEED

@@ -1,0 +1,87 @@
+"""A provider answers, in Chat Completions, what comes in by any other dialect: official clients and real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from tests.endpoint import TOOL
+from tests.upstream import HELLO, USAGE, USER, call, piece, proxy, says, scripted, status
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+async def test_responses_in_chat_completions_out() -> None:
+    tool = {"type": "function", "name": "run", "parameters": TOOL["function"]["parameters"], "strict": False}
+    pieces = (piece(reasoning="hm"), call(0, "", id="a1", name="run"), call(0, '{"cmd": "ls"}'), piece("tool_calls"))
+    async with scripted(says(*pieces, USAGE), says(*HELLO)) as upper, proxy(upper.url) as (client, _):
+        first = await client.responses.create(model="m", input="hi", tools=[tool])
+        tool_call = next(item for item in first.output if item.type == "function_call")
+        assert (tool_call.name, tool_call.arguments, tool_call.call_id) == ("run", '{"cmd": "ls"}', "a1")
+        assert (first.usage.input_tokens, first.usage.output_tokens) == (11, 7)
+        result = {"type": "function_call_output", "call_id": "a1", "output": "a.txt"}
+        async with client.responses.stream(
+            model="m", previous_response_id=first.id, input=[result], tools=[tool]
+        ) as stream:
+            texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            last = await stream.get_final_response()
+        assert (texts, last.output_text, last.usage.output_tokens) == (["Hel", "lo"], "Hello", 7)
+        function = {"name": "run", "arguments": '{"cmd": "ls"}'}
+        called = {"id": "a1", "type": "function", "function": function}
+        assert upper.asked[1]["messages"][1:] == [
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "content": "a.txt", "tool_call_id": "a1"},
+        ]
+
+
+async def test_messages_in_chat_completions_out() -> None:
+    tool = {"name": "run", "input_schema": TOOL["function"]["parameters"]}
+    pieces = (piece(content="Ok"), call(0, "", id="a1", name="run"), call(0, '{"cmd": "ls"}'), piece("tool_calls"))
+    overflow = {"error": {"message": "prompt is too long: 9000 tokens > 8000 maximum"}}
+    acts = (says(*pieces, USAGE), says(*HELLO), status(400, overflow), status(401))
+    async with scripted(*acts) as upper, proxy(upper.url) as (_, place):
+        options = {"model": "m", "max_tokens": 50, "tools": [tool]}
+        ask_it = anthropic.AsyncAnthropic(base_url=place.base_url, api_key="sk-ours", max_retries=0)
+        async with ask_it as client:
+            first = await client.messages.create(messages=[USER], **options)
+            text, use = first.content
+            assert (text.text, use.name, use.input, first.stop_reason) == ("Ok", "run", {"cmd": "ls"}, "tool_use")
+            assert (first.usage.input_tokens, first.usage.output_tokens) == (11, 7)
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "a.txt"}
+            history = [USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            async with client.messages.stream(messages=history, **options) as stream:
+                texts = [text async for text in stream.text_stream]
+                last = await stream.get_final_message()
+            assert (texts, last.usage.output_tokens) == (["Hel", "lo"], 7)
+            assert upper.asked[1]["messages"][2] == {"role": "tool", "content": "a.txt", "tool_call_id": use.id}
+            assert upper.asked[1]["tools"][0]["function"]["name"] == "run"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 9000 tokens > 8000 maximum"):
+                await client.messages.create(messages=[USER], **options)
+            with pytest.raises(anthropic.AuthenticationError, match="Its key is wrong"):
+                await client.messages.create(messages=[USER], **options)
+            with pytest.raises(anthropic.NotFoundError, match="cannot be counted"):
+                await client.messages.count_tokens(model="m", messages=[USER])
+
+
+async def test_one_conversation_through_two_dialects_is_one() -> None:
+    """And the side calls that a program makes are marked."""
+    async with scripted(says(*HELLO)) as upper, proxy(upper.url) as (_, place):
+        session = place.sessions.create("s", key="k", auxiliary=lambda request: "title" if len(request.tools) else None)
+        url, history = f"{place.base_url}/sessions/s", [USER]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as chat:
+            reply = await chat.chat.completions.create(model="m", messages=history)
+            await chat.chat.completions.create(model="m", messages=history, tools=[TOOL])
+        history += [{"role": "assistant", "content": reply.choices[0].message.content}, USER]
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k") as messages:
+            await messages.messages.create(model="m", max_tokens=9, messages=history)
+        assert [step.auxiliary for step in session.steps] == ["", "title", ""]
+        assert [step.metadata["match"] for step in session.steps] == ["conversation", "conversation", "extended"]
+        assert session.steps[2].parent == session.steps[0].id
+        assert [session.counters[name] for name in ("calls", "auxiliary", "extended")] == [3, 1, 1]
