@@ -4,7 +4,9 @@ asked for again, and what each agent cannot do without."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 
 import httpx
@@ -224,6 +226,18 @@ async def test_answers_belong_to_their_session_and_its_key(place: Place) -> None
         with pytest.raises(openai.APIStatusError) as late:
             await client.responses.retrieve(id)
         assert late.value.status_code == 410
+
+
+async def test_a_session_that_ended_takes_its_answers_with_it(place: Place) -> None:
+    other = weakref.ref(place.sessions.create("other", key=KEY))
+    async with openai.AsyncOpenAI(base_url=f"{place.base}/sessions/other/v1", api_key=KEY) as client:
+        await client.responses.create(model="m", input="hi")
+        kept = weakref.ref(place.server.app.state.endpoint.kept(other()))
+        assert kept() is not None
+    place.sessions.close("other")
+    await until(lambda: not place.server.app.state.endpoint.exchanges)
+    gc.collect()
+    assert (other(), kept()) == (None, None)
 
 
 async def test_ids_are_the_same_in_every_run_and_a_lost_answer_is_given_again() -> None:

@@ -218,9 +218,7 @@ async def test_off_policy_figures_by_hand(make_policy):
 
 async def test_inner_epochs_are_steps_against_the_captured_logprobs(make_policy):
     """With two, the second step sees the ratio that the first one made; what it does to the weights is AdamW's."""
-    once, twice = [
-        await asyncio.to_thread(make_policy, lora_rank=4, lr=1e-2, inner_epochs=count) for count in (1, 2)
-    ]
+    once, twice = [await asyncio.to_thread(make_policy, lora_rank=4, lr=1e-2, inner_epochs=count) for count in (1, 2)]
     episodes = sampled_group(once, [1.0, 0.0, 0.0, 1.0], turns=1)
     batch = build(episodes, once.config, create("grpo"), 0)
     first = Trainer(once, once.config, create("grpo"))
