@@ -40,7 +40,10 @@ SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
 # what a checkpoint only fits with
-FROM_RUN = ("model", "max_context", "history", "matcher", "date", "lora_rank", "lora_alpha", "lora_targets")
+FROM_RUN = (
+    *("model", "max_context", "history", "matcher", "tool_syntax", "date"),
+    *("lora_rank", "lora_alpha", "lora_targets"),
+)
 
 
 class _Refusal(click.ClickException):

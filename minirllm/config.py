@@ -36,6 +36,9 @@ class Config:
         "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
     )
     matcher: str = option("normalized", "which messages are earlier ones sent back: normalized, or module:attr")
+    tool_syntax: str = option(
+        "auto", "how the model writes tool calls, auto: as its chat template does; see docs/tools.md; or module:attr"
+    )
     date: str = option("", "the date, YYYY-MM-DD, that some chat templates print (default: the day the run began)")
     # who answers instead of that model, in evaluation and `serve` (never in training)
     provider: str = option("", "outside provider: active or another stored by `minirllm model setup`, or openai, ...")

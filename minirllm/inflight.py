@@ -30,9 +30,9 @@ class Sample:
     stream: Stream
     tokens: list[SampledToken] = field(default_factory=list)
 
-    def name(self, place: int) -> str:
-        """The id of a tool call: unique in the session, and the same in every run."""
-        return f"call_{self.call_id}_{place}"
+    def name(self, id: str) -> str:
+        """The id of a tool call that its stream calls `id`: unique in the session, and the same in every run."""
+        return f"call_{self.call_id}_{id.removeprefix('call_')}"
 
     def message(self) -> Message:
         """The whole answer, once it is finished."""
@@ -40,7 +40,7 @@ class Sample:
 
     def named(self, message: Message) -> Message:
         """`message` with the ids of its calls."""
-        calls = [replace(call, id=self.name(place)) for place, call in enumerate(message.tool_calls)]
+        calls = [replace(call, id=self.name(call.id)) for call in message.tool_calls]
         return replace(message, tool_calls=tuple(calls))
 
 
@@ -113,7 +113,7 @@ class Flight:
 
     def _tell(self, index: int, piece: Delta, tokens: tuple[SampledToken, ...]) -> None:
         sample = self.samples[index]
-        calls = tuple(replace(call, id=sample.name(call.index)) if call.id else call for call in piece.calls)
+        calls = tuple(replace(call, id=sample.name(call.id)) if call.id else call for call in piece.calls)
         if tokens or piece.text or piece.reasoning or calls:
             delta = Delta(index, piece.text, piece.reasoning, calls, tokens)
             self.deltas.append(delta)

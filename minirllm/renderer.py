@@ -7,19 +7,16 @@ Does not know: engines, HTTP; how a template writes (template) and how calls are
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from minirllm.errors import ContextOverflow, RequestError
-from minirllm.syntaxes import SYNTAXES
-from minirllm.syntaxes.calls import Tools
+from minirllm.syntaxes.calls import Tools, same_call
 from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
-from minirllm.template import ChatTemplate
+from minirllm.template import CALL, TOOL, ChatTemplate, without_header
 from minirllm.types import Delta, Message, StopCheck
 
-_THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE})?$")
 _INCOMPLETE = "\ufffd"  # how `decode` shows the first bytes of a character whose rest has not come yet
 
 
@@ -28,13 +25,16 @@ class Renderer:
 
     `history`: "keep" leaves past assistant turns as they were sampled; "rerender" lets the template rewrite them, and
     `extend` succeeds only where it did not. `eos_ids`: the end-of-sequence ids of the model's generation config.
-    `template` overrides the tokenizer's; `today` is the date given to templates that write one.
+    `template` overrides the tokenizer's; `today` is the date given to templates that write one; `tool_syntax` is a name
+    of `SYNTAXES`, ``module:attr``, or auto for what the template turns out to write.
 
-    Raises ModelError when there is no usable chat template.
+    Raises ModelError when there is no usable chat template, ConfigError when there is no such syntax.
     """
 
     eos_ids: frozenset[int]  # the given ones, the tokenizer's, and the template's ends of an assistant turn
     hidden_ids: frozenset[int]  # special tokens that are no part of an answer's text
+    notes: tuple[str, ...]  # what is done in the template's place, and `problem`, one sentence each
+    problem: str  # why calls cannot be read back; "" when they can
 
     def __init__(
         self,
@@ -44,21 +44,26 @@ class Renderer:
         *,
         template: str | None = None,
         today: datetime.date | None = None,
+        tool_syntax: str = "auto",
     ):
         self.tokenizer = tokenizer
         self.history = history
-        self.template = ChatTemplate(tokenizer, template, today)
+        self.template = ChatTemplate(tokenizer, template, today, tool_syntax)
         ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._added = frozenset(ids[text] for text in self.template.added)
         self._turn_ends = frozenset(ids[text] for text in self.template.turn_ends)
         own = tokenizer.eos_token_id
         self.eos_ids = frozenset({*eos_ids, *self._turn_ends, *([] if own is None else [own])})
-        syntax = SYNTAXES[self.template.syntax]
-        markers = " ".join((THINK_OPEN, THINK_CLOSE, *syntax.opens, syntax.close or "", *syntax.inner))
-        hidden = frozenset(ids[text] for text in self.template.special if text not in markers)
-        self.hidden_ids = hidden | self.eos_ids
+        markers = self.template.special & {THINK_OPEN, THINK_CLOSE, *self.template.tool_syntax.markers}
+        self.markers = {ids[text]: text for text in markers}  # what only a token of its own can say
+        self.hidden_ids = frozenset(ids[text] for text in self.template.special - markers) | self.eos_ids
         self.limit: int | None = None  # tokens that the model reads, where it is known
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters, in the spelling of the vocabulary
+        problem = (
+            f"Tool calls cannot be read back: {self.template.example[:80]!r} is no call in {self.template.syntax} "
+        )
+        self.problem = "" if self._reads_back() else problem + "once it is tokens: say in tool_syntax how it is read."
+        self.notes = (*self.template.notes, *filter(None, [self.problem]))
         self._encode_cached = lru_cache(maxsize=64)(self._encode_marked)  # first turns come again with every call
 
     # ---- messages -> tokens ----
@@ -108,11 +113,12 @@ class Renderer:
         messages = [*so_far, *new]
         mark = self.template.mark(messages, tools)
         masked, words = self.template.masked(messages, len(so_far), tools)
-        before = _pieces(self.template.render(masked[: len(so_far) - 1], tools, mark=mark), words[:-1])
-        after = _pieces(self.template.render(masked, tools, mark=mark), words)
-        if not before or not after or list(map(_without_header, before)) != list(map(_without_header, after[:-1])):
+        shorter = masked[: len(so_far) - 1]
+        before = _pieces(self.template.render(shorter, tools, mark=mark, numbered=True), words[:-1])
+        after = _pieces(self.template.render(masked, tools, mark=mark, numbered=True), words)
+        if not before or not after or list(map(without_header, before)) != list(map(without_header, after[:-1])):
             return None
-        head = list(self._encode_cached(_without_header(before[0]), mark))
+        head = list(self._encode_cached(without_header(before[0]), mark))
         while head and head[-1] not in self._added:  # what follows the last special token may merge with the turn
             head.pop()
         tail = self._encode_marked(after[-1].lstrip(), mark)
@@ -148,20 +154,53 @@ class Renderer:
         """The text of one token; U+FFFD for bytes that are not a whole character."""
         return self.decode([id])
 
-    def stream(self, tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Stream:
-        """Reads a turn token by token. Without `tools`, calls are ordinary text; with `raw`, reasoning is too."""
-        return Stream(self, self._reader(tools, stops, raw))
+    def stream(
+        self, tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False, prompt_ids: Sequence[int] = ()
+    ) -> Stream:
+        """Reads a turn token by token. Without `tools`, calls are ordinary text; with `raw`, reasoning is too.
 
-    def parse(self, ids: Sequence[int], tools: Tools = (), stops: Sequence[str] = (), *, raw: bool = False) -> Message:
+        `prompt_ids`: the turn begins behind them (some templates open the reasoning in some turns only).
+        """
+        return Stream(self, self._reader(tools, stops, raw, prompt_ids))
+
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Tools = (),
+        stops: Sequence[str] = (),
+        *,
+        raw: bool = False,
+        prompt_ids: Sequence[int] = (),
+    ) -> Message:
         """A sampled turn as a message, decoded and read at one go; never raises. The same that `stream` comes to."""
-        reader = self._reader(tools, stops, raw)
-        reader.feed(self.decode([id for id in ids if id not in self.hidden_ids]))
+        reader = self._reader(tools, stops, raw, prompt_ids)
+        ids = [id for id in ids if id not in self.hidden_ids]
+        text, done = self.decode(ids), 0
+        for place, marker in ((place, self.markers[id]) for place, id in enumerate(ids) if id in self.markers):
+            at = text.find(marker, max(done, len(self.decode(ids[:place]))))
+            if at >= 0:
+                reader.feed(text[done:at])
+                reader.feed(marker, token=True)
+                done = at + len(marker)
+        reader.feed(text[done:])
         reader.finish()
         return reader.message()
 
-    def _reader(self, tools: Tools, stops: Sequence[str], raw: bool) -> TurnReader:
-        syntax = SYNTAXES[self.template.syntax] if tools and not raw else None
-        return TurnReader(syntax, tools, stops, thinking=None if raw else self.template.thinking)
+    def _reader(self, tools: Tools, stops: Sequence[str], raw: bool, prompt_ids: Sequence[int]) -> TurnReader:
+        syntax = self.template.tool_syntax if tools and not raw else None
+        thinking = self.template.thinking
+        if prompt_ids:
+            thinking = self.decode(prompt_ids[-len(THINK_OPEN) - 8 :]).rstrip().endswith(THINK_OPEN)
+        return TurnReader(syntax, tools, stops, None if raw else thinking, frozenset(self.markers.values()))
+
+    def _reads_back(self) -> bool:
+        """Whether a call, as it is written for this model, is read from its tokens."""
+        stream = Stream(self, TurnReader(self.template.tool_syntax, [TOOL], tokens=frozenset(self.markers.values())))
+        for id in self.encode(self.template.example):
+            stream.push(id)
+        stream.finish()
+        calls = stream.message().tool_calls
+        return len(calls) == 1 and same_call(calls[0], CALL)
 
     def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
         """Whether the newest token completed a stop string; to be asked after every token. None without stop strings.
@@ -201,19 +240,21 @@ class Stream:
         if id in self._renderer.hidden_ids:
             return Delta(0)
         self._waiting.append(id)
-        text = self._new_text()
-        if not text or text.endswith(_INCOMPLETE):
+        text, marker = self._new_text(), self._renderer.markers.get(id, "")
+        if not text or (text.endswith(_INCOMPLETE) and not marker):
             return Delta(0)
         self._context, self._waiting = self._waiting, []
         self._context_length = len(self._renderer.decode(self._context))
-        return self._reader.feed(text)
+        if not marker or marker not in text:
+            return self._reader.feed(text)
+        before, _, after = text.rpartition(marker)  # white space, or half a character that stays half
+        return _sum(self._reader.feed(before), self._reader.feed(marker, token=True), self._reader.feed(after))
 
     def finish(self) -> Delta:
         """What the end of the turn adds: everything held back."""
         rest = self._new_text() if self._waiting else ""
         self._waiting = []
-        first, last = self._reader.feed(rest), self._reader.finish()
-        return Delta(0, first.text + last.text, first.reasoning + last.reasoning, first.calls + last.calls)
+        return _sum(self._reader.feed(rest), self._reader.finish())
 
     @property
     def stopped(self) -> str:
@@ -228,6 +269,12 @@ class Stream:
         return self._renderer.decode(self._context + self._waiting)[self._context_length :]
 
 
+def _sum(*deltas: Delta) -> Delta:
+    """What they add together."""
+    calls = tuple(piece for delta in deltas for piece in delta.calls)
+    return Delta(0, "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas), calls)
+
+
 def _pieces(text: str, words: Sequence[str]) -> list[str]:
     """The text between the words; empty when a word is missing, doubled or out of order."""
     pieces = []
@@ -237,11 +284,3 @@ def _pieces(text: str, words: Sequence[str]) -> list[str]:
         piece, _, text = text.partition(word)
         pieces.append(piece)
     return [*pieces, text]
-
-
-def _without_header(piece: str) -> str:
-    """Without the white space and reasoning tags that templates write, or leave out, at the beginning of a turn.
-
-    Which of them depends on what follows; the sampled turn has its own.
-    """
-    return _THINK_HEADER.sub("", piece.rstrip()).rstrip()

@@ -186,6 +186,8 @@ class Session:
             raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
         match, prompt_ids, kind = self._chat(request) if request.messages is not None else self._completion(request)
         params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
+        if request.tool_choice not in ("auto", "none"):
+            overridden["tool_choice"] = "auto"  # the model's tokens are its own: nothing forces a call
         metadata = {"match": "edited" if match.edited else kind.removesuffix("s")}
         if self.auxiliary is not None and (side_call := self.auxiliary(request)):
             metadata["auxiliary"] = side_call
@@ -193,7 +195,7 @@ class Session:
         taken = self._sent.setdefault(digest, set())
         nth = next(k for k in range(len(taken) + 1) if k not in taken)
         taken.add(nth)
-        samples = [self._new_sample(request, digest, nth, index) for index in range(request.n)]
+        samples = [self._new_sample(request, prompt_ids, nth, index) for index in range(request.n)]
         self.counters["calls"] += request.n
         self.counters[kind] += 1
         self.counters["edited"] += match.edited
@@ -268,12 +270,13 @@ class Session:
         replaced = {name: values[name] for name in sent if sent[name] != values[name]}
         return replace(asked, **values | {"max_tokens": min(values["max_tokens"], room)}), replaced
 
-    def _new_sample(self, request: ModelRequest, digest: bytes, nth: int, index: int) -> Sample:
+    def _new_sample(self, request: ModelRequest, prompt_ids: list[int], nth: int, index: int) -> Sample:
         """One choice, its seed and call id a function of `seed_parts`, the prompt, `nth` and `index` alone."""
-        call_id, seed = identify(self.seed_parts, digest, nth, index)
+        call_id, seed = identify(self.seed_parts, prompt_digest(prompt_ids), nth, index)
         if self.enforced is None and request.params.seed is not None:
             seed = (request.params.seed + index) % 2**63
-        stream = self.renderer.stream(shown_tools(request), request.params.stop, raw=request.messages is None)
+        stops, raw = request.params.stop, request.messages is None
+        stream = self.renderer.stream(shown_tools(request), stops, raw=raw, prompt_ids=prompt_ids)
         return Sample(call_id, seed, stream)
 
     # ---- generation, and what is recorded of it ----
@@ -339,7 +342,8 @@ class Session:
         self.counters["truncated"] += completion.finish_reason == "length"
         self.counters["malformed_tool_calls"] += message.malformed
         ids, logprobs = self.tree.response(node)
-        read = self.renderer.parse(ids, shown_tools(request), request.params.stop, raw=request.messages is None)
+        tools, stops, raw = shown_tools(request), request.params.stop, request.messages is None
+        read = self.renderer.parse(ids, tools, stops, raw=raw, prompt_ids=flight.prompt_ids)
         self.counters["drift"] += flight.drifts(index, list(zip(ids, logprobs, strict=True)), read)
         return Choice(index, call_id, message, completion, reason, flight.samples[index].stream.stopped)
 

@@ -91,7 +91,7 @@ async def serving(
             "threads": policy.threads,
             "device": str(policy.device),
             "tool_syntax": renderer.template.syntax,
-            "template_notes": list(renderer.template.notes),
+            "template_notes": list(renderer.notes),
         }
         yield Stack(policy, engine, renderer, sessions, await server.start(*address), facts)
     finally:
@@ -114,7 +114,11 @@ def _load(
         today = datetime.date.fromisoformat(config.date) if config.date else None
     except ValueError:
         raise ConfigError(f"date must be like 2026-01-31, got {config.date!r}.") from None
-    renderer = Renderer(loaded.tokenizer, config.history, sorted(policy.eos_ids), today=today)
+    renderer = Renderer(
+        loaded.tokenizer, config.history, sorted(policy.eos_ids), today=today, tool_syntax=config.tool_syntax
+    )
+    if renderer.problem and say is not None:
+        say(renderer.problem)
     policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
     engine = find("engine", config.engine, ENGINES)(policy, config)
     renderer.limit = engine.max_context

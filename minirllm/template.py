@@ -11,28 +11,32 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jinja2
 
-from minirllm.errors import ModelError, RequestError
+from minirllm.config import find
+from minirllm.errors import ConfigError, ModelError, RequestError
 from minirllm.syntaxes import SYNTAXES
 from minirllm.syntaxes.calls import Tools, ToolSyntax, parsed_arguments, same_call
-from minirllm.syntaxes.reader import THINK_OPEN, TurnReader
+from minirllm.syntaxes.prompt import instructions, results_as_users, spelled
+from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
 from minirllm.types import Message, ToolCall
 
 # What a template, which is code from elsewhere, can raise on a conversation that it does not like.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_THINK_HEADER = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE})?$")
 _DATE_CALL = re.compile(r"""strftime_now\((?:\s*(["'])(.*?)\1\s*|[^()]*)\)""")
 
-_TOOL: dict[str, Any] = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probe_tool",
-        "description": "Shows how this template writes calls.",
+        "description": "Shows how this model calls a function.",
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -40,9 +44,9 @@ _TOOL: dict[str, Any] = {
         },
     },
 }
-_CALL = ToolCall("call_0", "probe_tool", '{"city": "New \\"Y\\"", "days": 2}')
+CALL = ToolCall("call_0", "probe_tool", '{"city": "New \\"Y\\"", "days": 2}')
+_PLAIN = (replace(CALL, arguments='{"city": "Rome"}'), replace(CALL, arguments='{"days": 2}'))  # nothing to quote
 _USER, _SYSTEM, _ANSWER = Message("user", "PROBEU"), Message("system", "PROBES"), Message("assistant", "PROBEA")
-_CALLING = Message("assistant", tool_calls=(_CALL,))
 _RESULT = Message("tool", "PROBER", tool_call_id="call_0", name="probe_tool")
 
 
@@ -54,13 +58,24 @@ class ChatTemplate:
 
     sha256: str  # of the template's text
     date: str  # the ISO date that the template writes, constant for this object's life; "" when it writes none
-    native_tools: bool  # the template itself writes tools, calls and results, in a syntax that reads back
-    syntax: str  # key of `SYNTAXES`
+    lists_tools: bool  # the template itself tells the model of its tools; else `syntaxes.prompt` does
+    writes_calls: bool  # the template itself writes calls, so that they read back; else they are content
+    tool_role: bool  # the template itself writes results; else they are user messages
+    syntax: str  # the name of `tool_syntax`
+    tool_syntax: ToolSyntax
+    example: str  # the turn of `CALL`
     turn_ends: tuple[str, ...]  # special tokens that the template writes behind an assistant turn
     thinking: bool  # the beginning of a turn already opens the reasoning
     notes: tuple[str, ...]  # what is done in the template's place, one sentence each
 
-    def __init__(self, tokenizer: Any, override: str | None = None, today: datetime.date | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        override: str | None = None,
+        today: datetime.date | None = None,
+        tool_syntax: str = "auto",
+    ):
+        """Raises ConfigError for a `tool_syntax` that there is not."""
         self._tokenizer = tokenizer
         texts = _texts(tokenizer, override)
         today = today or datetime.date.today()
@@ -71,25 +86,28 @@ class ChatTemplate:
         )
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self.added = frozenset(token.content for token in added)
-        self.native_tools = self._merges = self._one_call = False
+        self._merges = self._one_call = self._text_arguments = self._null_content = False
         self._system = self._late_system = True
-        self.syntax = "hermes"
+        self._use("hermes" if tool_syntax == "auto" else tool_syntax)
         self._probe_turns()
-        self._probe_tools()
+        self._probe_tools(SYNTAXES if tool_syntax == "auto" else [tool_syntax])
         self.special = frozenset({token.content for token in added if token.special} | set(self.turn_ends))
         any_special = "|".join(re.escape(text) for text in sorted(self.special)) or "(?!)"
         self._special_pattern = re.compile(f"(?={any_special}).", re.DOTALL)
         self.notes = self._explain()
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), *, mark: str = "") -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, mark: str = "", numbered: bool = False) -> str:
         """The template's text, ending in the beginning of the next assistant turn.
 
         With a `mark`, every special token's text inside messages and tools is broken by it behind the first character.
-        Raises RequestError when the template refuses the conversation.
+        `numbered`: the messages are from `masked`. Raises RequestError when the template refuses the conversation.
         """
         with _refusals():
-            form = self._adapt(messages, tools)
-        return self._write(form, tools if self.native_tools else (), mark=mark)
+            form = messages if numbered else self._numbered(messages)
+            if mark:
+                form, tools = [self._unforged(one, mark) for one in form], self._broken(list(tools), mark)
+            form = self._adapt(form, tools)
+        return self._write(form, tools if self.lists_tools else (), mark=mark)
 
     def mark(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """A character that occurs nowhere, if the text of a special token does occur in messages or tools; else ""."""
@@ -108,7 +126,7 @@ class ChatTemplate:
         texts = list(_all_texts(messages, tools))
         taken = {salt for text in texts for salt in re.findall(r"TURN(\d+)X", text)}  # one pass: there may be many
         stem = next(f"TURN{salt}X" for salt in itertools.count() if str(salt) not in taken)
-        masked, words = list(_numbered(messages)), []
+        masked, words = self._numbered(messages), []
         for index, message in enumerate(masked[:count]):
             if message.role == "assistant":
                 words.append(f"{stem}{index}E")
@@ -138,38 +156,70 @@ class ChatTemplate:
         rest = text.partition("PROBEA")[2].lstrip()
         return max((token for token in self.added if rest.startswith(token)), key=len, default="")
 
-    def _probe_tools(self) -> None:
-        """Take the first syntax that reads back what the template writes for a call; results must appear too."""
-        begin = self._attempt([_USER], [_TOOL])
-        turn = self._attempt([_USER, _CALLING], [_TOOL], generation=False)
-        if "probe_tool" not in begin or "PROBER" not in self._attempt([_USER, _CALLING, _RESULT], [_TOOL]):
-            return
-        turn = turn[_common(begin, turn) :]
+    def _use(self, name: str) -> None:
+        syntax = find("tool syntax", name, SYNTAXES)
+        if not isinstance(syntax, ToolSyntax):
+            raise ConfigError(f"The tool syntax {name!r} is no minirllm.syntaxes.calls.ToolSyntax.")
+        self.syntax, self.tool_syntax = name, syntax
+
+    def _probe_tools(self, names: Iterable[str]) -> None:
+        """Take the first syntax that reads back what the template writes for a call, and see what else it does."""
+        chosen, known = self.syntax, True
+        self.writes_calls = self._reads_back([CALL], names)
+        if not self.writes_calls and not self._reads_back(_PLAIN, names):  # else it is known, but not always readable
+            self._use(chosen)
+            self._text_arguments = self._null_content = known = False
+        if not self.writes_calls:
+            self.example = self.tool_syntax.write([CALL])
+        asked = [[_USER], *([[_SYSTEM, _USER]] if self._system else [])]
+        self.lists_tools = known and all("probe_tool" in self._attempt(messages, [TOOL]) for messages in asked)
+        shown = [TOOL] if self.lists_tools else []
+        calling = [_USER, _calling(CALL) if self.writes_calls else _ANSWER]
+        result, other = (self._attempt([*calling, replace(_RESULT, role=role)], shown) for role in ("tool", "PROBEX"))
+        self.tool_role = "PROBER" in result and (known or result != other.replace("PROBEX", "tool"))  # no mere name
+        twice = _calling(CALL, replace(CALL, id="call_1", name="second_tool"))
+        self._one_call = "second_tool" not in self._attempt([_USER, twice, _RESULT, _RESULT], shown)
+
+    def _reads_back(self, calls: Sequence[ToolCall], names: Iterable[str]) -> bool:
+        """Whether one of these syntaxes reads one of these calls as the template writes it, in one of the ways to say
+        it to a template: arguments as an object or as text, content empty or none. Leaves syntax and way as found."""
+        begin = without_header(self._attempt([_USER], [TOOL]))
+        for call, self._text_arguments, self._null_content in itertools.product(calls, (False, True), (False, True)):
+            for name in names:
+                self._use(name)
+                turn = self._attempt([_USER, _calling(call)], [TOOL], generation=False)
+                if self._reads(turn[len(begin) if turn.startswith(begin) else _common(begin, turn) :], call):
+                    return True
+        return False
+
+    def _reads(self, turn: str, call: ToolCall) -> bool:
+        """Whether this is the turn of a call, and nothing else."""
         for end in self.turn_ends:
-            turn = turn.partition(end)[0]
-        for name, syntax in SYNTAXES.items():
-            reader = TurnReader(syntax, [_TOOL], thinking=self.thinking)
-            reader.feed(turn)
-            reader.finish()
-            read = reader.message()
-            if len(read.tool_calls) == 1 and same_call(read.tool_calls[0], _CALL) and not read.content.strip():
-                self.native_tools, self.syntax = True, name
-                twice = replace(_CALLING, tool_calls=(_CALL, replace(_CALL, id="call_1", name="second_tool")))
-                self._one_call = "second_tool" not in self._attempt([_USER, twice, _RESULT, _RESULT], [_TOOL])
-                return
+            turn, _, rest = turn.partition(end)
+            if rest.strip():
+                return False
+        self.example = turn
+        reader = TurnReader(self.tool_syntax, [TOOL])
+        reader.feed(turn)
+        reader.finish()
+        read = reader.message()
+        return len(read.tool_calls) == 1 and same_call(read.tool_calls[0], call) and not read.content.strip()
 
     def _attempt(self, messages: Sequence[Message], tools: Tools = (), generation: bool = True) -> str:
         try:
-            return self._write(_numbered(messages), tools, generation)
+            return self._write(self._numbered(messages), tools, generation)
         except RequestError:
             return ""
 
     def _explain(self) -> tuple[str, ...]:
+        syntax, listed, written = self.syntax, not self.lists_tools, not self.writes_calls
         facts = {
-            "No usable place for tools in the template: a Hermes-style system prompt says it.": not self.native_tools,
+            f"No usable list of tools in the template: the system prompt has one, and calls in {syntax}.": listed,
+            f"No usable way to write calls in the template: they are content, in {syntax}.": written,
+            "No tool role in the template: results are user messages.": not self.tool_role,
             "No system role in the template: the system prompt begins the first user message.": not self._system,
             "The template wants alternating roles: neighbours of one role are joined.": self._merges,
-            "The template takes one call per turn: several are written as text.": self._one_call,
+            "The template takes one call per turn: several are written as text.": self.writes_calls and self._one_call,
             "The template begins turns inside the reasoning.": self.thinking,
             f"The template writes a date: {self.date} for as long as this runs.": bool(self.date),
         }
@@ -178,16 +228,14 @@ class ChatTemplate:
     # ---- messages in the form this template takes ----
 
     def _adapt(self, messages: Sequence[Message], tools: Tools) -> list[Message]:
-        messages = _numbered(messages)
-        if not self.native_tools:
-            messages = _without_tool_role(messages)
-        elif self._one_call:
-            several = SYNTAXES[self.syntax]
-            messages = [_spelled(one, several) if len(one.tool_calls) > 1 else one for one in messages]
+        by_template = (1 if self._one_call else sys.maxsize) if self.writes_calls else 0
+        messages = [spelled(one, self.tool_syntax) if len(one.tool_calls) > by_template else one for one in messages]
+        if not self.tool_role:
+            messages = results_as_users(messages)
         lead = next((index for index, one in enumerate(messages) if one.role != "system"), len(messages))
         system = [one.content for one in messages[:lead]]
-        if tools and not self.native_tools:
-            system.append(hermes_instructions(tools))
+        if tools and not self.lists_tools:
+            system.append(instructions(tools, self.tool_syntax, tagged=not self.tool_role))
         rest = messages[lead:]
         if not self._late_system:
             rest = [replace(one, role="user") if one.role == "system" else one for one in rest]
@@ -207,10 +255,8 @@ class ChatTemplate:
 
     def _write(self, messages: Sequence[Message], tools: Tools = (), generation: bool = True, mark: str = "") -> str:
         with _refusals():
-            form: Any = [_as_dict(message) for message in messages]
-            shown: Any = list(tools) or None
-            if mark:
-                form, shown = self._broken(form, mark), self._broken(shown, mark)
+            form = [self._as_dict(message, mark) for message in messages]
+            shown = list(tools) or None
             text = self._tokenizer.apply_chat_template(
                 form,
                 tools=shown,
@@ -227,6 +273,53 @@ class ChatTemplate:
             return {self._broken(key, mark): self._broken(item, mark) for key, item in value.items()}
         return [self._broken(item, mark) for item in value] if isinstance(value, list) else value
 
+    def _unforged(self, message: Message, mark: str) -> Message:
+        calls = [
+            ToolCall(*(self._broken(text, mark) for text in (call.id, call.name, call.arguments)))
+            for call in message.tool_calls
+        ]
+        keys = ("content", "reasoning", "name", "tool_call_id")
+        texts = {key: self._broken(getattr(message, key) or "", mark) for key in keys}
+        return replace(message, tool_calls=tuple(calls), **texts)
+
+    def _as_dict(self, message: Message, mark: str) -> dict[str, Any]:
+        form: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            form["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            form["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.tool_calls
+            ]
+            for call in form["tool_calls"] if not self._text_arguments else []:
+                parsed = parsed_arguments(call["function"]["arguments"])  # text that is no object stays text
+                if parsed is not None:
+                    call["function"]["arguments"] = self._broken(parsed, mark) if mark else parsed
+            form["content"] = message.content or (None if self._null_content else "")
+        if message.role == "tool":
+            named = (("tool_call_id", message.tool_call_id), ("name", message.name))
+            form |= {key: value for key, value in named if value}
+        return form
+
+    def _numbered(self, messages: Sequence[Message]) -> list[Message]:
+        """Call ids replaced by their position: a client's random ids never reach the model. Results get a name."""
+        known: dict[str | None, tuple[str, str]] = {}
+        numbered: list[Message] = []
+        count = itertools.count()
+        for message in messages:
+            if message.tool_calls:
+                calls = []
+                for call in message.tool_calls:
+                    id = self.tool_syntax.call_id.format(index=next(count), name=call.name)
+                    known[call.id] = (id, call.name)
+                    calls.append(replace(call, id=id))
+                message = replace(message, tool_calls=tuple(calls))
+            elif message.role == "tool" and message.tool_call_id in known:
+                id, name = known[message.tool_call_id]
+                message = replace(message, tool_call_id=id, name=message.name or name)
+            numbered.append(message)
+        return numbered
+
 
 @contextmanager
 def _refusals() -> Iterator[None]:
@@ -236,19 +329,6 @@ def _refusals() -> Iterator[None]:
     except _REFUSALS as error:
         reason = str(error).strip() or type(error).__name__
         raise RequestError(f"The model's chat template refuses this conversation: {reason}", "messages") from error
-
-
-def hermes_instructions(tools: Tools) -> str:
-    """The system-prompt block for a template that has no place for tools. Results come back as <tool_response>."""
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        "You can call functions to help with the request. Their signatures are between <tools> and </tools>, "
-        f"one JSON object per line:\n<tools>\n{lines}\n</tools>\n"
-        "To call a function, write its name and its arguments as one JSON object between <tool_call> and </tool_call>, "
-        "one block per call:\n<tool_call>\n"
-        '{"name": "the function\'s name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
-        "What a function returns is given to you between <tool_response> and </tool_response>."
-    )
 
 
 def _texts(tokenizer: Any, override: str | None) -> tuple[str, str]:
@@ -265,54 +345,21 @@ def _texts(tokenizer: Any, override: str | None) -> tuple[str, str]:
     return plain, with_tools
 
 
-def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Call ids replaced by their position, so that a client's random ids never reach the model; results get a name.
-
-    Nine digits, because some templates insist on nine characters.
-    """
-    known: dict[str | None, tuple[str, str]] = {}
-    numbered, count = [], 0
-    for message in messages:
-        if message.tool_calls:
-            calls = []
-            for call in message.tool_calls:
-                known[call.id] = (f"{count:09d}", call.name)
-                calls.append(replace(call, id=f"{count:09d}"))
-                count += 1
-            message = replace(message, tool_calls=tuple(calls))
-        elif message.role == "tool" and message.tool_call_id in known:
-            id, name = known[message.tool_call_id]
-            message = replace(message, tool_call_id=id, name=message.name or name)
-        numbered.append(message)
-    return numbered
-
-
-def _spelled(message: Message, syntax: ToolSyntax) -> Message:
-    """The calls of a message as text behind its content."""
-    text = "\n".join(part for part in (message.content, syntax.write(message.tool_calls)) if part)
-    return replace(message, content=text, tool_calls=())
-
-
-def _without_tool_role(messages: Sequence[Message]) -> list[Message]:
-    """Calls as Hermes text; the results that follow each other as one user message."""
-    plain: list[Message] = []
-    in_results = False
-    for message in messages:
-        if message.role == "tool":
-            text = f"<tool_response>\n{message.content}\n</tool_response>"
-            if in_results:
-                plain[-1] = replace(plain[-1], content=f"{plain[-1].content}\n{text}")
-            else:
-                plain.append(Message("user", text))
-        else:
-            plain.append(_spelled(message, SYNTAXES["hermes"]) if message.tool_calls else message)
-        in_results = message.role == "tool"
-    return plain
+def _calling(*calls: ToolCall) -> Message:
+    return Message("assistant", tool_calls=calls)
 
 
 def _common(a: str, b: str) -> int:
     """The length of the common beginning."""
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def without_header(piece: str) -> str:
+    """Without the white space and reasoning tags that templates write, or leave out, at the beginning of a turn.
+
+    Which of them depends on what follows; the sampled turn has its own.
+    """
+    return _THINK_HEADER.sub("", piece.rstrip()).rstrip()
 
 
 def _joined(a: Message, b: Message) -> Message:
@@ -329,24 +376,5 @@ def _all_texts(messages: Sequence[Message], tools: Tools) -> Iterator[str]:
             yield call.arguments
             yield json.dumps(parsed_arguments(call.arguments), ensure_ascii=False)  # its escapes resolved
         yield message.name or ""
+        yield message.tool_call_id or ""
     yield json.dumps(list(tools), ensure_ascii=False)
-
-
-def _as_dict(message: Message) -> dict[str, Any]:
-    form: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        form["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        form["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
-            for call in message.tool_calls
-        ]
-    if message.role == "tool":
-        form |= {key: value for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name)) if value}
-    return form
-
-
-def _arguments(call: ToolCall) -> Any:
-    """Templates take arguments as an object; text that is none stays text."""
-    parsed = parsed_arguments(call.arguments)
-    return call.arguments if parsed is None else parsed

@@ -147,7 +147,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ModelReply:
-    """The whole answer; dialects turn it into their JSON. `overridden` names sampling keys the session replaced."""
+    """The whole answer; dialects turn it into their JSON. `overridden`: what of the request was replaced."""
 
     id: str
     model: str
@@ -168,9 +168,12 @@ class ModelReply:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a tool call. A call's first piece has its id and name; `arguments` concatenate to the call's."""
+    """A piece of a tool call. A call's first piece has its id and name; `arguments` concatenate to the call's.
 
-    index: int  # which of the answer's calls
+    A call that breaks off has no more pieces, and no place in the message: its text is in the content.
+    """
+
+    index: int  # which of the calls that were begun
     id: str = ""
     name: str = ""
     arguments: str = ""

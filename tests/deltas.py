@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minirllm.types import Delta, ToolCall
+from minirllm.types import Delta, Message, ToolCall
 
 
 def calls_of(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
@@ -18,3 +18,10 @@ def calls_of(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
             known = calls[piece.index]
             calls[piece.index] = ToolCall(known.id, known.name, known.arguments + piece.arguments)
     return tuple(calls)
+
+
+def check_calls(deltas: Iterable[Delta], message: Message) -> None:
+    """The calls of the message were streamed piece by piece, and of other calls only such as broke."""
+    streamed = calls_of(deltas)
+    assert message.tool_calls == tuple(call for call in streamed if call in message.tool_calls)
+    assert message.malformed or message.tool_calls == streamed

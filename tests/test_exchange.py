@@ -142,7 +142,10 @@ async def test_events_flow_while_a_tool_call_is_sampled() -> None:
         stream = await client.chat.completions.create(model="m", messages=[USER], tools=[TOOL], stream=True)
         deltas = [chunk.choices[0].delta async for chunk in stream]
     assert sum(delta.content is None and not delta.tool_calls for delta in deltas) > 4
-    assert [delta.tool_calls[0].function.name for delta in deltas if delta.tool_calls] == ["run"]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert [call.function.name for call in calls if call.id] == ["run"]
+    assert len(calls) > 4
+    assert "".join(call.function.arguments for call in calls) in CALL
 
 
 @pytest.mark.parametrize("stream", [False, True])

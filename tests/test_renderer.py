@@ -18,7 +18,7 @@ from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.types import Message
 from tests.chat_templates import ALL, FAITHFUL, STYLES, SYSTEM, TOOLS, USER, call, calling, renderer, tokenizer, turn
-from tests.deltas import calls_of
+from tests.deltas import check_calls
 
 # ---- encoding ----
 
@@ -173,7 +173,7 @@ def sampled_ids(it: Renderer, drawn: list) -> list[int]:
     return [id for one in drawn for id in (it.encode(one) if isinstance(one, str) else [one % len(it.tokenizer)])]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "tiny", "thinking_xml", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["smollm2", "tiny", "thinking_xml", "llama3", "mistral", "kimi_k2", "llama4"])
 @settings(max_examples=50, deadline=None)
 @given(
     drawn=st.lists(st.one_of(ANY_ID, st.sampled_from(PIECES)), max_size=30),
@@ -189,7 +189,7 @@ def test_streams_concatenate_to_what_parse_returns(name: str, drawn: list, stops
     assert message == stream.message()
     assert message.content == "".join(delta.text for delta in deltas)
     assert message.reasoning == "".join(delta.reasoning for delta in deltas)
-    assert message.tool_calls == calls_of(deltas)
+    check_calls(deltas, message)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "tiny"])

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirllm.syntaxes import SYNTAXES
-from minirllm.syntaxes.calls import parsed_arguments, read_json, same_call
+from minirllm.config import find
+from minirllm.syntaxes import SYNTAXES, deepseek_v31
+from minirllm.syntaxes.calls import ToolSyntax, parsed_arguments, same_call
+from minirllm.syntaxes.json_calls import read_json
 from minirllm.syntaxes.reader import TurnReader
-from minirllm.types import Message, ToolCall
-from tests.deltas import calls_of
+from minirllm.types import Delta, Message, ToolCall
+from tests.deltas import calls_of, check_calls
 
 TOOLS = [
     {
@@ -27,8 +29,14 @@ TOOLS = [
 ]
 
 
+def syntax_of(name: str) -> ToolSyntax:
+    syntax = find("tool syntax", name, SYNTAXES)
+    assert isinstance(syntax, ToolSyntax)
+    return syntax
+
+
 def read(text: str, syntax: str | None = "hermes", stops: tuple = (), thinking: bool | None = False) -> Message:
-    reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
+    reader = TurnReader(syntax_of(syntax) if syntax else None, TOOLS, stops, thinking)
     reader.feed(text)
     reader.finish()
     return reader.message()
@@ -59,6 +67,14 @@ def calls(message: Message) -> list[tuple[str, str]]:
         ('{"name": 3}', None),
         ('{"name": "\\ud800"}', None),  # could not be sent on as UTF-8
         ('{"name": "f", "arguments": [1]}', None),
+        ('{"name": "f", "name": "g", "arguments": {}}', None),  # which one?
+        ('{"name": "f", "arguments": {}, "arguments": {"a": 1}}', None),
+        ('{"name": "f", "arguments": {}, "parameters": {"a": 1}}', None),
+        ('{"name": "f", "arguments": {"a": 1, "a": 2}}', [("f", '{"a": 1, "a": 2}')]),  # the agent's to judge
+        ('{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}', None),
+        ('[{"name": "f"}', None),
+        ('{"name": "f"}]', None),
+        ('{"name": "f"} [{"name": "g"}]', None),
         ('{"name": "f", "arguments": "no JSON"}', None),
         ('{"name": "f", "arguments": {"a": NaN}}', None),  # the agent's JSON parser would refuse it
         ('{"name": "f", "arguments": {"a": 1}', None),
@@ -94,7 +110,7 @@ def test_xml_values_are_typed_by_the_schema() -> None:
 @pytest.mark.parametrize("tool", [None, {}, {"function": 3}, {"function": {"name": "f", "parameters": "x"}}])
 def test_tools_of_any_shape_are_survived(tool: Any) -> None:
     call = "<function=f><parameter=n>1</parameter></function>"
-    assert SYNTAXES["qwen3_xml"].read(call, [tool]) == [("f", '{"n": "1"}')]
+    assert syntax_of("qwen3_xml").read(call, [tool]) == [("f", '{"n": "1"}')]
 
 
 def test_mistral_forms() -> None:
@@ -112,25 +128,26 @@ values = st.one_of(st.text(st.characters(codec="utf-8"), max_size=12), st.intege
 objects = st.dictionaries(names, values, max_size=3)
 
 
-@pytest.mark.parametrize("syntax", ["hermes", "mistral", "llama3_json"])
+@pytest.mark.parametrize("syntax", ["hermes", "mistral", "llama3_json", "deepseek_v3", "deepseek_v31", "kimi_k2"])
 @given(written=st.lists(st.tuples(names, objects), min_size=1, max_size=3))
 def test_what_is_written_reads_back(syntax: str, written: list) -> None:
     made = [ToolCall("", name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in written]
-    message = read(SYNTAXES[syntax].write(made), syntax)
+    message = read(syntax_of(syntax).write(made), syntax)
     assert calls(message) == [(call.name, call.arguments) for call in made]
     assert (message.content, message.malformed) == ("", False)
 
 
-def test_xml_writes_what_it_reads() -> None:
+@pytest.mark.parametrize("syntax", ["qwen3_xml", "glm45"])
+def test_untyped_text_writes_what_it_reads(syntax: str) -> None:
     made = [ToolCall("", "f", '{"n": 3, "s": "a\\nb"}'), ToolCall("", "f", "{}")]
-    assert calls(read(SYNTAXES["qwen3_xml"].write(made), "qwen3_xml")) == [("f", '{"n": 3, "s": "a\\nb"}'), ("f", "{}")]
+    assert calls(read(syntax_of(syntax).write(made), syntax)) == [("f", '{"n": 3, "s": "a\\nb"}'), ("f", "{}")]
 
 
 def test_arguments_that_are_no_object() -> None:
     assert parsed_arguments("[1]") is None
     assert parsed_arguments("{") is None
     assert parsed_arguments('{"a": 1} x') is None
-    written = SYNTAXES["hermes"].write([ToolCall("", "f", "not JSON")])
+    written = syntax_of("hermes").write([ToolCall("", "f", "not JSON")])
     assert written == '<tool_call>\n{"name": "f", "arguments": "not JSON"}\n</tool_call>'
 
 
@@ -220,20 +237,51 @@ def test_stop_strings(text: str, stops: tuple[str, ...], content: str, stop: str
 
 
 def test_text_is_not_held_back_longer_than_needed() -> None:
-    reader = TurnReader(SYNTAXES["hermes"], TOOLS, ("STOP",))
+    reader = TurnReader(syntax_of("hermes"), TOOLS, ("STOP",))
     pieces = ["Hel", "lo ", "wor", "ld S", "o <", "b>"]
     assert [reader.feed(piece).text for piece in pieces] == ["Hel", "lo", " wor", "ld", " So", " <b>"]
     deltas = [reader.feed(piece) for piece in (" <tool_call>", '{"name": "f"}', "</tool_call>", " ")]
     assert [delta.text for delta in deltas] == ["", "", "", ""]
-    assert [len(delta.calls) for delta in deltas] == [0, 0, 1, 0]  # sent as soon as it is complete
+    assert [len(delta.calls) for delta in deltas] == [0, 1, 0, 0]  # without arguments: sent when the object ends
     assert reader.finish().text == ""
 
 
 JSON_CALL = '{"name": "f", "arguments": {"s": "x"}}'
 XML_CALL = ("<function=f>", "<parameter=n>1</parameter>", "</function>")
+GLM_CALL = ("<tool_call>f\n", "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n")
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+DEEPSEEK = (deepseek_v31.CALLS, f"{deepseek_v31.CALL}f{deepseek_v31.SEPARATOR}", deepseek_v31.CALL_END)
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "f[ARGS]{}")
-PARTS = ('{"name"', "{", "}", '"', "; ", " ", "\n", "word", "é", "<", "STOP", "ST", "</tool", "<thi")
-fragments = st.sampled_from([JSON_CALL, *XML_CALL, *MARKERS, *PARTS])
+PARTS = (
+    '{"name"',
+    "{",
+    "}",
+    '"',
+    "; ",
+    " ",
+    "\n",
+    "word",
+    "é",
+    "<",
+    "STOP",
+    "ST",
+    "</tool",
+    "<thi",
+    "[",
+    "f(s='x')",
+    "]",
+)
+BLOCKS = ("<|tool_calls_section_end|>", deepseek_v31.CALLS_END, '{"s": "x"}', '{"s": ', "\\u00e", "[f(n=1)]")
+fragments = st.sampled_from([JSON_CALL, *XML_CALL, *GLM_CALL, *KIMI, *DEEPSEEK, *MARKERS, *PARTS, *BLOCKS])
+
+
+def pieces(reader: TurnReader, text: str, cuts: list[int]) -> list[Delta]:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [*(reader.feed(text[start:end]) for start, end in pairwise(edges)), reader.finish()]
 
 
 @pytest.mark.parametrize("syntax", [None, *SYNTAXES])
@@ -247,12 +295,12 @@ def test_pieces_of_any_size_give_the_same_turn(
     syntax: str | None, parts: list[str], cuts: list[int], stops: tuple, thinking: bool | None
 ) -> None:
     text = "".join(parts)
-    reader = TurnReader(SYNTAXES[syntax] if syntax else None, TOOLS, stops, thinking)
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    deltas = [reader.feed(text[start:end]) for start, end in pairwise(edges)]
-    deltas.append(reader.finish())
-    message = reader.message()
-    assert message == read(text, syntax, stops, thinking)
-    assert message.content == "".join(delta.text for delta in deltas)
-    assert message.reasoning == "".join(delta.reasoning for delta in deltas)
-    assert message.tool_calls == calls_of(deltas)
+    made = [TurnReader(syntax_of(syntax) if syntax else None, TOOLS, stops, thinking) for _ in range(3)]
+    streams = [pieces(made[0], text, cuts), pieces(made[1], text, []), pieces(made[2], text, list(range(len(text))))]
+    message = made[0].message()
+    for reader, deltas in zip(made, streams, strict=True):
+        assert reader.message() == message
+        assert message.content == "".join(delta.text for delta in deltas)
+        assert message.reasoning == "".join(delta.reasoning for delta in deltas)
+        assert calls_of(deltas) == calls_of(streams[0])
+        check_calls(deltas, message)

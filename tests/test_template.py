@@ -20,31 +20,38 @@ from tests.chat_templates import ALL, SYSTEM, TODAY, TOOLS, USER, call, calling,
 # ---- what the templates are found to do ----
 
 
+LISTS, WRITES, ROLE = "No usable list of tools", "No usable way to write calls", "No tool role"
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+
+
 @pytest.mark.parametrize(
-    ("name", "syntax", "native", "end", "notes"),
+    ("name", "syntax", "end", "notes"),
     [
-        ("smollm2", "hermes", False, "<|im_end|>", ["No usable place for tools"]),
-        ("tiny", "hermes", True, "<|im_end|>", []),
-        ("qwen25", "hermes", True, "<|im_end|>", []),
-        ("qwen3", "hermes", True, "<|im_end|>", []),
-        ("thinking_xml", "qwen3_xml", True, "<|im_end|>", ["The template begins turns inside"]),
-        (
-            "llama3",
-            "llama3_json",
-            True,
-            "<|eot_id|>",
-            ["The template takes one", "The template writes a date: 2025-03-09"],
-        ),
-        ("gemma3", "hermes", False, "<end_of_turn>", ["No usable place", "No system role", "The template wants alt"]),
-        ("mistral", "mistral", True, "</s>", []),
+        ("smollm2", "hermes", "<|im_end|>", [LISTS, WRITES, ROLE]),
+        ("tiny", "hermes", "<|im_end|>", []),
+        ("qwen25", "hermes", "<|im_end|>", []),
+        ("qwen3", "hermes", "<|im_end|>", []),
+        ("thinking_xml", "qwen3_xml", "<|im_end|>", ["The template begins turns inside"]),
+        ("llama3", "llama3_json", "<|eot_id|>", ["The template takes one", "The template writes a date: 2025-03-09"]),
+        ("gemma3", "hermes", "<end_of_turn>", [LISTS, WRITES, ROLE, "No system role", "The template wants alt"]),
+        ("mistral", "mistral", "</s>", []),
+        ("deepseek_r1", "deepseek_v3", DEEPSEEK_END, [LISTS, "The template begins turns inside"]),
+        ("deepseek_v31", "deepseek_v31", DEEPSEEK_END, [LISTS]),
+        ("glm45", "glm45", "<|user|>", []),
+        ("kimi_k2", "kimi_k2", "<|im_end|>", []),
+        ("llama4", "llama3_pythonic", "<|eot|>", [WRITES]),
     ],
 )
-def test_templates_are_recognised_by_probing(name: str, syntax: str, native: bool, end: str, notes: list[str]) -> None:
+def test_templates_are_recognised_by_probing(name: str, syntax: str, end: str, notes: list[str]) -> None:
     it = renderer(name)
-    assert (it.template.syntax, it.template.native_tools) == (syntax, native)
+    assert it.template.syntax == syntax
+    assert it.template.lists_tools == (LISTS not in notes)
+    assert it.template.writes_calls == (WRITES not in notes)
+    assert it.template.tool_role == (ROLE not in notes)
     assert it.eos_ids == {it.tokenizer.convert_tokens_to_ids(end)}
-    assert len(it.template.notes) == len(notes)
-    assert all(said.startswith(expected) for said, expected in zip(it.template.notes, notes, strict=True))
+    assert len(it.notes) == len(notes)
+    assert all(said.startswith(expected) for said, expected in zip(it.notes, notes, strict=True))
+    assert it.problem == ""
     assert it.template.sha256 == hashlib.sha256(it.tokenizer.chat_template.encode()).hexdigest()
 
 
@@ -237,7 +244,7 @@ def test_named_templates() -> None:
     both = tiny.build_tokenizer()
     both.chat_template = {"default": tokenizer("smollm2").chat_template, "tool_use": tiny.TEMPLATE}
     it = Renderer(both)
-    assert it.template.native_tools
+    assert it.template.lists_tools
     assert it.decode(it.prompt([USER])).startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert "# Tools" in it.decode(it.prompt([USER], TOOLS))
     both.chat_template = {"other": tiny.TEMPLATE}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minirllm.syntaxes.calls import ToolSyntax, as_object, read_json
+from minirllm.syntaxes.calls import ToolSyntax, as_object
+from minirllm.syntaxes.json_calls import JsonCalls, read_json
 from minirllm.types import ToolCall
 
 
@@ -16,4 +17,4 @@ def write(calls: Sequence[ToolCall]) -> str:
     return "\n".join(f"<tool_call>\n{as_object(call, 'arguments')}\n</tool_call>" for call in calls)
 
 
-SYNTAX = ToolSyntax(("<tool_call>",), "</tool_call>", read_json, write)
+SYNTAX = ToolSyntax(("<tool_call>",), "</tool_call>", read_json, write, JsonCalls)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from minirllm.syntaxes.calls import ToolSyntax, as_object, read_json
+from minirllm.syntaxes.calls import ToolSyntax, as_object
+from minirllm.syntaxes.json_calls import JsonCalls, read_json
 from minirllm.types import ToolCall
 
 
@@ -17,4 +18,12 @@ def write(calls: Sequence[ToolCall]) -> str:
     return "; ".join(as_object(call, "parameters") for call in calls)
 
 
-SYNTAX = ToolSyntax(("<|python_tag|>",), None, partial(read_json, need_arguments=True), write, bare_json=True)
+SYNTAX = ToolSyntax(
+    ("<|python_tag|>",),
+    None,
+    partial(read_json, need_arguments=True),
+    write,
+    partial(JsonCalls, need_arguments=True),
+    bare="{",
+    meant=r'^(?=[\s\S]*"name")[\s\S]*"(?:parameters|arguments)"',
+)
