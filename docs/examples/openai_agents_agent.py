@@ -1,0 +1,14 @@
+"""OpenAI Agents SDK, in its default mode: the Responses API. Its tracing, which calls api.openai.com, is off."""
+
+from stock import held_out, score, stock, train  # noqa: F401
+
+from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
+from minirllm import rollout
+
+
+@rollout
+async def solve(task, config):
+    provider = OpenAIProvider(base_url=config.base_url, api_key=config.api_key)
+    agent = Agent("clerk", instructions="Look it up.", tools=[function_tool(stock)], model=config.model)
+    run = RunConfig(model_provider=provider, tracing_disabled=True)
+    return (await Runner.run(agent, task.instruction, run_config=run)).final_output
