@@ -22,6 +22,10 @@ class TaskError(UserError):
     """A task file or dataset is not what it needs to be."""
 
 
+class SandboxError(UserError):
+    """A sandbox cannot be had, or failed itself; never what a program in it did."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, torn or does not belong to this run."""
 

@@ -1,0 +1,197 @@
+"""Sandboxes: where untrusted commands run. Pick one by name, or as ``module:attr``.
+
+Owns: the protocol, the limits, what all sandboxes share (files and trees travel through commands run inside, so that no
+link leads out of the sandbox and no backend needs a second way). Does not know: agents, tasks, how a backend isolates.
+
+A sandbox is a file system and a way to run commands in it. Each command is a fresh set of processes that ends with it;
+what stays is files. `snapshot` keeps files only: no process, no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from minirllm.config import find
+from minirllm.errors import SandboxError
+
+MIB = 2**20
+BASH = "/usr/bin/bash"  # not /bin/bash, nor from PATH: an agent may have put another one there
+WORK = "/work"  # where commands run unless told otherwise
+FILE_SECONDS = 120.0  # for one transfer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one sandbox; those marked (command) hold for each command by itself."""
+
+    memory: int = 1024 * MIB  # bytes of all processes of a command
+    processes: int = 256  # at once
+    cpus: float = 1.0
+    disk: int = 1024 * MIB  # bytes of all files written, snapshots included
+    files: int = 65_536
+    output: int = MIB  # bytes kept of each of stdout and stderr (command); one that writes more is ended
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to start. `snapshot` is an id that the same backend gave; None: an empty work folder on the base system."""
+
+    snapshot: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    env: Mapping[str, str] = field(default_factory=dict)  # of every command
+    forward: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a port inside -> (host, port) out here
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended. `stdout` and `stderr` are cut at `Limits.output`; bytes that are no UTF-8 are replaced."""
+
+    raw_stdout: bytes
+    raw_stderr: bytes
+    exit_code: int  # 128 + n when signal n ended it
+    timed_out: bool = False
+    oom: bool = False  # the kernel ended a process of it for want of memory
+    flooded: bool = False  # it wrote more than `Limits.output`
+
+    @property
+    def stdout(self) -> str:
+        return self.raw_stdout.decode(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.raw_stderr.decode(errors="replace")
+
+
+class Sandbox(ABC):
+    """An ``async with`` block: entered it is running, left it is gone with all that ran in it."""
+
+    work = WORK  # where relative paths and commands begin
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Make it. Raises SandboxError when this machine cannot, or the snapshot is not there."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything in it and remove it. May be called twice."""
+
+    @abstractmethod
+    async def execute(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        output: int | None = None,
+    ) -> Result:
+        """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
+        the sandbox's own, never this process's; `output` overrides the limit. Raises SandboxError when the sandbox
+        itself fails, never for what the program does."""
+
+    @abstractmethod
+    async def snapshot(self) -> str:
+        """Keep the files as they are now, and say under which id. Running processes are not in it."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- what every sandbox does in the same way ----
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+    ) -> Result:
+        """Run a line of bash."""
+        return await self.execute((BASH, "-c", command), timeout=timeout, env=env, cwd=cwd, stdin=stdin)
+
+    async def read(self, path: str) -> bytes:
+        """The content of a file, as the sandbox's user sees it. Raises SandboxError when it cannot be read."""
+        return await self._script('cat -- "$1"', path, output=self.spec.limits.disk)
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Make or replace a file and the folders above it. Raises SandboxError when it cannot be written."""
+        script = f'mkdir -p -- "${{1%/*}}/" && cat > "$1" && chmod {mode:o} -- "$1"'
+        await self._script(script, path, stdin=data)
+
+    async def upload(self, local: Path, path: str) -> None:
+        """Copy the tree under `local` to `path`, made if need be; links are copied as links."""
+        packed = await asyncio.to_thread(_pack, local)
+        await self._script('mkdir -p -- "$1" && tar -x -f - -C "$1" --no-same-owner', path, stdin=packed)
+
+    async def download(self, path: str, local: Path) -> None:
+        """Copy the tree under `path` to `local`. Nothing is written outside `local`, whatever links and names the tree
+        has; what would lead out is left out, as are devices and sockets."""
+        packed = await self._script('tar -c -f - -C "$1" .', path, output=self.spec.limits.disk + 10 * MIB)
+        await asyncio.to_thread(_unpack, packed, local)
+
+    def _absolute(self, path: str) -> PurePosixPath:
+        if not path or "\0" in path:
+            raise SandboxError(f"A path in the sandbox has at least one character and no NUL, got {path!r}.")
+        return PurePosixPath(self.work) / path
+
+    async def _script(self, script: str, path: str, stdin: bytes = b"", output: int | None = None) -> bytes:
+        """The output of a script of which $1 is `path`."""
+        argv = (BASH, "-c", script, "_", str(self._absolute(path)))
+        done = await self.execute(argv, timeout=FILE_SECONDS, stdin=stdin, cwd="/", output=output)
+        if done.exit_code or done.timed_out or done.flooded:
+            why = done.stderr.strip() or ("it is too large" if done.flooded else f"exit code {done.exit_code}")
+            raise SandboxError(f"{path} in the sandbox: {why}.")
+        return done.raw_stdout
+
+
+SANDBOXES: dict[str, str] = {
+    "local": "minirllm.sandboxes.local:Local",
+    "local-unsafe": "minirllm.sandboxes.unsafe:Unsafe",
+}
+
+
+def create(name: str, spec: Spec | None = None) -> Sandbox:
+    """A sandbox of this kind, not started yet. Raises ConfigError when there is no such kind."""
+    kind: Any = find("sandbox", name, SANDBOXES)
+    made: Sandbox = kind(spec or Spec())
+    return made
+
+
+def _pack(local: Path) -> bytes:
+    if not local.is_dir():
+        raise SandboxError(f"{local} is no folder: there is nothing to upload.")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in sorted(local.rglob("*")):
+            archive.add(path, path.relative_to(local).as_posix(), recursive=False)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes, local: Path) -> None:
+    local.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
+        for member in archive:
+            try:
+                archive.extract(member, local, filter="data")
+            except (tarfile.FilterError, OSError):
+                continue  # it leads out of `local`, is no plain file, or its place is taken by something else

@@ -1,0 +1,92 @@
+"""No sandbox: commands run as this user, in a folder of their own. For machines on which nothing else works.
+
+Owns: `Unsafe`. Does not know: what runs in it. It keeps honest programs apart and their folders tidy; a hostile one can
+read, write and reach whatever this user can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from minirllm.errors import SandboxError
+from minirllm.files import cache_root
+from minirllm.sandboxes import WORK, Result, Sandbox
+from minirllm.sandboxes.pipes import communicate
+
+logger = logging.getLogger(__name__)
+
+
+class Unsafe(Sandbox):
+    """See the module. `work` is a folder of this machine; absolute paths are this machine's, too."""
+
+    async def start(self) -> None:
+        """See `Sandbox.start`."""
+        if self.spec.forward:
+            raise SandboxError("local-unsafe shares this machine's network: it forwards no ports.")
+        logger.warning("local-unsafe isolates nothing: commands can do whatever this user can")
+        self.work = await asyncio.to_thread(tempfile.mkdtemp, prefix="minirllm-unsafe-")
+        if self.spec.snapshot is not None:
+            await asyncio.to_thread(self._restore, self.spec.snapshot)
+
+    def _restore(self, id: str) -> None:
+        kept = _snapshots() / id
+        if Path(id).name != id or not id or not kept.is_dir():
+            raise SandboxError(f"There is no local-unsafe snapshot {id!r}.")
+        shutil.copytree(kept, self.work, symlinks=True, dirs_exist_ok=True)
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        if self.work != WORK:
+            await asyncio.to_thread(shutil.rmtree, self.work, ignore_errors=True)
+            self.work = WORK
+
+    async def snapshot(self) -> str:
+        """See `Sandbox.snapshot`."""
+        id = uuid.uuid4().hex
+        await asyncio.to_thread(lambda: shutil.copytree(self.work, _snapshots() / id, symlinks=True))
+        return id
+
+    async def execute(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        output: int | None = None,
+    ) -> Result:
+        """See `Sandbox.execute`. What left the command's process group outlives it."""
+        if self.work == WORK:
+            raise SandboxError("The sandbox is closed.")
+        variables = {"PATH": os.defpath, "HOME": self.work, "LANG": "C.UTF-8", **self.spec.env, **(env or {})}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env=variables, cwd=cwd or self.work
+            )
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"The command cannot be started: {error}.") from None
+        try:
+            ended = await communicate(process, stdin, output or self.spec.limits.output, timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+        return Result(
+            ended.stdout, ended.stderr, code if code >= 0 else 128 - code, ended.timed_out, flooded=ended.flooded
+        )
+
+
+def _snapshots() -> Path:
+    folder = cache_root() / "snapshots" / "local-unsafe"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

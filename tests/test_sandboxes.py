@@ -1,0 +1,200 @@
+"""What every sandbox does, whatever it isolates with; and the little that only one of them has."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from minirllm.errors import ConfigError, SandboxError
+from minirllm.sandboxes import MIB, SANDBOXES, Limits, Sandbox, Spec, _unpack, create
+
+LIMITS = Limits(memory=128 * MIB, disk=32 * MIB, processes=64, output=64 * 1024)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIRLLM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=sorted(SANDBOXES))
+async def box(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    async with create(request.param, Spec(limits=LIMITS, env={"OWN": "of the sandbox"})) as sandbox:
+        yield sandbox
+
+
+async def test_a_command_gives_both_outputs_and_its_exit_code(box: Sandbox) -> None:
+    done = await box.run("echo out; echo err >&2; exit 3", timeout=10)
+    assert (done.stdout, done.stderr, done.exit_code) == ("out\n", "err\n", 3)
+    assert (done.timed_out, done.oom, done.flooded) == (False, False, False)
+    assert (await box.run("kill -9 $$", timeout=10)).exit_code == 128 + 9
+    assert (await box.run("printf '\\xff'", timeout=10)).stdout == "\ufffd"
+
+
+async def test_input_environment_and_folder(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "of this process")
+    done = await box.run("cat; echo $OWN, $MORE, -$SECRET-; pwd", timeout=10, stdin=b"fed\n", env={"MORE": "more {0}"})
+    assert done.stdout == f"fed\nof the sandbox, more {{0}}, --\n{box.work}\n"
+    assert (await box.run("pwd", timeout=10, cwd="/usr")).stdout == "/usr\n"
+    with pytest.raises(SandboxError):
+        await box.run("true", timeout=10, cwd="/no/such/folder")
+    assert (await box.execute(("/usr/bin/printf", "%s|", "a b", "$OWN", ""), timeout=10)).stdout == "a b|$OWN||"
+
+
+async def test_input_that_nobody_reads_is_no_error(box: Sandbox) -> None:
+    assert (await box.run("exit 0", timeout=10, stdin=b"x" * 300_000)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sleep 100", "trap '' TERM XCPU INT; while :; do :; done", "exec >&- 2>&-; sleep 100", "sleep 100 & wait"],
+)
+async def test_whatever_does_not_end_is_ended(box: Sandbox, command: str) -> None:
+    done = await box.run(f"echo begun; {command}", timeout=0.7)
+    assert done.timed_out
+    assert done.stdout == "begun\n"
+    assert done.exit_code == 137
+
+
+async def test_a_flood_is_cut_off(box: Sandbox) -> None:
+    done = await box.run("yes; echo never", timeout=60)
+    assert (done.flooded, done.timed_out, len(done.raw_stdout)) == (True, False, LIMITS.output)
+    assert (await box.run("yes >&2", timeout=60)).flooded
+
+
+async def test_files_stay_and_processes_do_not(box: Sandbox) -> None:
+    await box.run("echo kept > file; nohup sleep 300 > /dev/null 2>&1 & disown", timeout=10)
+    done = await box.run("cat file; ps -eo args | grep -c '[s]leep 300'", timeout=10)
+    assert done.stdout == "kept\n0\n"
+
+
+@pytest.mark.parametrize("path", ["file", "made/for it/$(id) 'quoted' {0}", "-rf", "ünï"])
+async def test_files_of_any_name_and_bytes(box: Sandbox, path: str) -> None:
+    data = bytes(range(256)) * 300
+    await box.write(path, data)
+    assert await box.read(path) == data
+    await box.write(path, b"#!/bin/sh\necho run", mode=0o755)
+    name = path if "/" in path else f"./{path}"
+    assert (await box.execute((f"{box.work}/{name}",), timeout=10)).stdout == "run\n"
+
+
+async def test_what_cannot_be_read_or_written_is_said_in_a_sentence(box: Sandbox) -> None:
+    with pytest.raises(SandboxError, match=r"absent in the sandbox: .*No such file"):
+        await box.read("absent")
+    await box.write("file", b"")
+    with pytest.raises(SandboxError, match="file/below in the sandbox"):
+        await box.write("file/below", b"")
+    for path in ("", "a\0b"):
+        with pytest.raises(SandboxError, match="at least one character and no NUL"):
+            await box.read(path)
+
+
+async def test_trees_go_in_and_come_out(box: Sandbox, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "run.sh").write_text("echo hi\n")
+    (source / "sub" / "run.sh").chmod(0o755)
+    (source / "link").symlink_to("sub/run.sh")
+    (source / "empty").mkdir()
+    await box.upload(source, "tree")
+    assert (await box.run("./tree/sub/run.sh && cat tree/link", timeout=10)).stdout == "hi\necho hi\n"
+    await box.download("tree", tmp_path / "back")
+    names = sorted(path.relative_to(tmp_path / "back").as_posix() for path in (tmp_path / "back").rglob("*"))
+    assert names == ["empty", "link", "sub", "sub/run.sh"]
+    assert (tmp_path / "back" / "sub" / "run.sh").read_text() == "echo hi\n"
+    with pytest.raises(SandboxError, match="no folder"):
+        await box.upload(tmp_path / "absent", "tree")
+
+
+async def test_a_tree_that_comes_out_writes_nowhere_else(box: Sandbox, tmp_path: Path) -> None:
+    await box.run(
+        "mkdir -p t && cd t && ln -s / root && ln -s ../../../etc up && ln -s /etc/shadow file && mkfifo pipe "
+        "&& echo fine > plain && ln plain hard",
+        timeout=10,
+    )
+    await box.download("t", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"plain", "hard"}
+    assert list(tmp_path.iterdir()) in ([tmp_path / "out"], [tmp_path / "cache", tmp_path / "out"], [
+        tmp_path / "out", tmp_path / "cache",
+    ])  # fmt: skip
+
+
+def test_a_forged_archive_writes_nowhere_else(tmp_path: Path) -> None:
+    """An agent may have put another tar in the place of tar."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in ("../out", "/abs", "fine", "fine/below"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+        link = tarfile.TarInfo("door")
+        link.type, link.linkname = tarfile.SYMTYPE, ".."
+        archive.addfile(link)
+        device = tarfile.TarInfo("device")
+        device.type = tarfile.CHRTYPE
+        archive.addfile(device)
+    _unpack(buffer.getvalue(), tmp_path / "in")
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"in", "in/abs", "in/fine"}
+
+
+async def test_a_snapshot_is_the_files_as_they_were(box: Sandbox) -> None:
+    await box.run("echo one > file; mkdir -p deep/er; ln -s file link; chmod 700 deep", timeout=10)
+    id = await box.snapshot()
+    await box.run("echo two > file; rm -r deep", timeout=10)
+    name = next(name for name, place in SANDBOXES.items() if place.endswith(f":{type(box).__name__}"))
+    for _ in range(2):  # what the first one does, the second one does not see
+        async with create(name, Spec(snapshot=id, limits=LIMITS)) as again:
+            seen = await again.run("cat link; stat -c %a deep; ls -d deep/er", timeout=10)
+            assert seen.stdout == "one\n700\ndeep/er\n"
+            await again.run("echo three > file; rm -r deep; echo new > new", timeout=10)
+            assert (await again.run("cat file; ls", timeout=10)).stdout == "three\nfile\nlink\nnew\n"
+            second = await again.snapshot()
+    async with create(name, Spec(snapshot=second, limits=LIMITS)) as later:
+        assert (await later.run("cat file; ls", timeout=10)).stdout == "three\nfile\nlink\nnew\n"
+    for wrong in ("absent", "../cache", ""):
+        with pytest.raises(SandboxError, match="no local"):
+            async with create(name, Spec(snapshot=wrong)):
+                pass
+
+
+async def test_commands_run_side_by_side_and_end_apart(box: Sandbox) -> None:
+    slow = asyncio.create_task(box.run("sleep 1; echo slow", timeout=10))
+    quick = await box.run("echo quick; sleep 100", timeout=0.3)
+    assert (quick.stdout, quick.timed_out) == ("quick\n", True)
+    assert (await slow).stdout == "slow\n"
+
+
+async def test_a_cancelled_command_is_gone(box: Sandbox) -> None:
+    running = asyncio.create_task(box.run("sleep 12345", timeout=100))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not any(b"sleep\x0012345" in line for line in _commands())
+
+
+def _commands() -> list[bytes]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+async def test_a_closed_sandbox_runs_nothing(box: Sandbox) -> None:
+    await box.close()
+    await box.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await box.run("true", timeout=10)
+
+
+def test_unknown_sandboxes_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"no sandbox 'locla' \(did you mean local\?\)"):
+        create("locla")
