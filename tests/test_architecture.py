@@ -21,7 +21,7 @@ PACKAGE = ROOT / "minirllm"
 ROWS = [
     "attention errors interrupt linear machine reaper types watchdog",
     "client config dialects exactness files head returns syntaxes tree",
-    "algorithms conversation flow models policy store template trackers",
+    "algorithms conversation flow models policy sandboxes store template trackers",
     "batch checkpoint engines harness log renderer rewards",
     "inflight trainer",
     "session",

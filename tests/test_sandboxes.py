@@ -6,8 +6,10 @@ import asyncio
 import io
 import os
 import tarfile
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,3 +200,11 @@ async def test_a_closed_sandbox_runs_nothing(box: Sandbox) -> None:
 def test_unknown_sandboxes_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"no sandbox 'locla' \(did you mean local\?\)"):
         create("locla")
+
+
+async def test_the_example_of_the_documentation_runs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "sandboxes.md").read_text()
+    head, body = text.split("```python\n")[1].split("```")[0].split("\n\n", 1)
+    space: dict[str, Any] = {}
+    exec(f"{head}\nasync def example():\n{textwrap.indent(body, '    ')}", space)
+    await space["example"]()

@@ -39,8 +39,8 @@ class Cgroup:
             if self.unified:
                 for above in (MOUNT, MOUNT / "minirllm"):
                     (above / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
-                rows: list[tuple[str, str, object]] = [("memory", "memory.max", memory), ("memory", "memory.swap.max", 0)]
-                rows += [("cpu", "cpu.max", f"{int(cpus * PERIOD)} {PERIOD}")]
+                rows: list[tuple[str, str, object]] = [("memory", "memory.max", memory)]
+                rows += [("memory", "memory.swap.max", 0), ("cpu", "cpu.max", f"{int(cpus * PERIOD)} {PERIOD}")]
             else:
                 rows = [("memory", "memory.limit_in_bytes", memory), ("memory", "memory.memsw.limit_in_bytes", memory)]
                 rows += [("cpu", "cpu.cfs_period_us", PERIOD), ("cpu", "cpu.cfs_quota_us", int(cpus * PERIOD))]
