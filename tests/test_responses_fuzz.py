@@ -3,7 +3,6 @@ says, in whatever pieces, is told in events that agree with the whole answer."""
 
 from __future__ import annotations
 
-import copy
 import json
 
 from hypothesis import given, settings
@@ -11,7 +10,8 @@ from hypothesis import strategies as st
 
 from minirllm.dialects import responses
 from minirllm.types import CallDelta, Delta, Message, ToolCall
-from tests.test_fields import JSON, outcome
+from tests.bodies import changed
+from tests.test_fields import outcome
 from tests.test_responses import ID, parse, reply, text_of
 from tests.test_responses_items import AGENTS, CALL, OUT, PATCH, RUN, THOUGHT, said
 from tests.test_responses_stream import events
@@ -33,29 +33,9 @@ BODY = {
 }  # fmt: skip
 
 
-def places(value, path=()):
-    """Where something stands in it."""
-    yield path
-    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(child, (*path, key))
-
-
-PLACES = list(places(BODY))[1:]
-
-
 @settings(deadline=None)
-@given(changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
-def test_any_change_to_a_body_is_understood_or_refused_in_a_sentence(changes) -> None:
-    body = copy.deepcopy(BODY)
-    for path, value in changes:
-        holder = body
-        for key in path[:-1]:
-            deeper = isinstance(holder, dict | list) and (not isinstance(holder, list) or isinstance(key, int))
-            holder = (
-                holder[key] if deeper and (key in holder if isinstance(holder, dict) else key < len(holder)) else {}
-            )
-        if isinstance(holder, dict) or (isinstance(holder, list) and path[-1] in range(len(holder))):
-            holder[path[-1]] = value
+@given(body=changed(BODY))
+def test_any_change_to_a_body_is_understood_or_refused_in_a_sentence(body) -> None:
     request = outcome(responses, body)
     if isinstance(request, str):
         assert 10 < len(request) < 2000
