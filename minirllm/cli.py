@@ -198,6 +198,7 @@ def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str
         click.echo(f"base URL: {base_url}/v1\nkey: {secret}\nmodel: {model}\n")
         for name, url in (("OPENAI", f"{base_url}/v1"), ("ANTHROPIC", base_url)):
             click.echo(f"export {name}_BASE_URL={url} {name}_API_KEY={secret}")
+        click.echo(f"export GOOGLE_GEMINI_BASE_URL={base_url} GEMINI_API_KEY={secret}")
         body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
         click.echo(
             f"\ncurl {base_url}/v1/chat/completions -H 'Authorization: Bearer {secret}' "

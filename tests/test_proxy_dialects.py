@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import email.utils
+import time
 from pathlib import Path
+from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
+from minirllm import Task, evaluator, rollout
+from minirllm.client import chat
+from minirllm.config import Config
+from minirllm.errors import EngineError
+from minirllm.providers.upstream import retry_after
+from minirllm.rollouts import Job, Runner
+from minirllm.types import AgentConfig, Episode, TerminationReason
 from tests.endpoint import TOOL
-from tests.upstream import HELLO, USAGE, USER, call, piece, proxy, says, scripted, status
+from tests.upstream import HELLO, USAGE, USER, Act, call, piece, proxy, says, scripted, status
 
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A home of its own."""
+    """A home of its own, and short pauses."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("minirllm.providers.upstream.FIRST_WAIT", 0.01)
 
 
 async def test_responses_in_chat_completions_out() -> None:
@@ -85,3 +98,79 @@ async def test_one_conversation_through_two_dialects_is_one() -> None:
         assert [step.metadata["match"] for step in session.steps] == ["conversation", "conversation", "extended"]
         assert session.steps[2].parent == session.steps[0].id
         assert [session.counters[name] for name in ("calls", "auxiliary", "extended")] == [3, 1, 1]
+
+
+async def test_gemini_in_chat_completions_out() -> None:
+    async with scripted(says(*HELLO)) as upper, proxy(upper.url) as (_, place), httpx.AsyncClient(timeout=20) as client:
+        body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+        url, headers = f"{place.base_url}/v1beta/models/m", {"x-goog-api-key": "sk-ours"}
+        whole = (await client.post(f"{url}:generateContent", json=body, headers=headers)).json()
+        assert whole["candidates"][0]["content"]["parts"] == [{"text": "Hello"}]
+        assert whole["usageMetadata"]["promptTokenCount"] == 11
+        assert whole["usageMetadata"]["candidatesTokenCount"] == 7
+        streamed = await client.post(f"{url}:streamGenerateContent?alt=sse", json=body, headers=headers)
+        assert streamed.text.count("data: ") >= 2
+
+
+async def test_answers_side_by_side_are_streamed_each_to_its_own() -> None:
+    async with scripted(says(*HELLO)) as upper, proxy(upper.url) as (client, _):
+        texts = ["", ""]
+        async for chunk in await client.chat.completions.create(model="m", messages=[USER], n=2, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == ["Hello", "Hello"]
+
+
+async def test_a_slow_provider_is_accepted_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a stream that has begun carries the id by which its call is known."""
+    monkeypatch.setattr("minirllm.providers.session.ACCEPTED", 0.05)
+    begin = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await begin.wait()
+        await says(*HELLO)(writer)
+
+    async with scripted(slow) as upper, proxy(upper.url) as (client, place):
+        stream = aiter(await client.chat.completions.create(model="m", messages=[USER], stream=True))
+        first = await anext(stream)
+        begin.set()
+        assert {chunk.id async for chunk in stream} == {first.id}
+        shared = place.sessions.create_open("sk-ours")
+        assert shared.claim([first.id]) == shared.steps
+
+
+async def episode_with(act: Act, **settings: Any) -> Episode:
+    """One rollout of a simple agent that a provider which acts like this answers."""
+
+    async def agent(task: Task, config: AgentConfig) -> str:
+        return str((await chat(config, [USER])).output)
+
+    async with scripted(act) as upper, proxy(upper.url) as (_, place):
+        config = Config(episode_timeout=20.0, retries=0, **settings)
+        runner = Runner(place.sessions, place.base_url, rollout(agent), evaluator(lambda task, episode: 1.0), config)
+        return await runner.run(Job(Task("t"), validation=True))
+
+
+async def test_what_becomes_of_a_rollout() -> None:
+    """A provider that fails for long costs the episode; a full context ends it as with the local model; a provider
+    that refuses every call ends the evaluation, since no other episode would do better."""
+    well = await episode_with(says(*HELLO))
+    assert (well.reward, well.answer, well.metrics["turns"], well.metrics["drift"]) == (1.0, "Hello", 1.0, 0.0)
+    failed = await episode_with(status(500))
+    assert (failed.reward, failed.termination_reason) == (None, TerminationReason.ERROR)
+    assert "answered HTTP 500: said 500" in failed.reason
+    full = await episode_with(status(400, {"error": {"message": "prompt is too long: 900 tokens > 800 maximum"}}))
+    assert full.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
+    for code in (401, 403, 404):
+        with pytest.raises(EngineError, match=f"answered HTTP {code}"):
+            await episode_with(status(code))
+
+
+def test_how_long_a_provider_asks_to_wait() -> None:
+    assert retry_after({}) is None
+    assert retry_after({"retry-after": "soon"}) is None
+    assert retry_after({"retry-after": "1.5"}) == 1.5
+    assert retry_after({"retry-after": "-1"}) == 0.0
+    assert retry_after({"retry-after-ms": "250", "retry-after": "9"}) == 0.25
+    date = email.utils.formatdate(time.time() + 30, usegmt=True)
+    assert 25 < (retry_after({"retry-after": date}) or 0) <= 30
