@@ -36,12 +36,13 @@ smoke: | $(BIN)/python
 
 # What follows writes benchmarks/baselines/*.json; nothing else should run on the machine meanwhile.
 
-# Minutes: engine against generate, forest against sequences, latency of the loop.
+# Minutes: engine against generate, forest against sequences, latency of the loop and of queued requests.
 bench: | $(BIN)/python
 	mkdir -p $(BASELINES)
 	$(BIN)/python benchmarks/engine.py --out $(BASELINES)/engine.json
 	$(BIN)/python benchmarks/training.py --out $(BASELINES)/training.json
 	$(BIN)/python benchmarks/loop.py --out $(BASELINES)/loop.json
+	$(BIN)/python benchmarks/streams.py --out $(BASELINES)/streams.json
 
 # Ten minutes: 500 sessions at once, with hostile and dying clients.
 soak: | $(BIN)/python

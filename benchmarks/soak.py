@@ -71,7 +71,8 @@ class Books:
     def enter(self, session: Session) -> None:
         counted, finished = session.counters, len(session.steps)
         calls, aborted = counted["calls"], counted["aborted"]
-        self.sums.update(sessions=1, calls=calls, finished=finished, aborted=aborted, replayed=counted["replayed"])
+        self.sums.update(sessions=1, calls=calls, finished=finished, aborted=aborted)
+        self.sums.update(replayed=counted["replayed"], drift=counted["drift"])
         if calls != finished + aborted or session._flights:
             self.lost.append(f"{session.id}: {calls} calls began, {finished} finished, {aborted} were aborted")
         first = {session._arrival[s.id][0]: s.id for s in session.steps if session._arrival[s.id][1] == 0}
@@ -258,6 +259,8 @@ def broken(found: dict[str, Any]) -> list[str]:
         promises.append(f"{found['answers_not_recorded']} answers have other tokens than their session recorded")
     if found["asked_again_different"] and found["level"] != "off":
         promises.append(f"{found['asked_again_different']} of {found['asked_again']} completions differ when alone")
+    if found["server"].get("drift"):
+        promises.append(f"{found['server']['drift']} answers said something else than their tokens")
     if found["slots_taken_after"]:
         promises.append(f"{found['slots_taken_after']} slots are taken or waited for by nobody")
     leaked = {name: n for name, n in found["alive_after"].items() if n > found["alive_before"].get(name, 0)}

@@ -107,10 +107,11 @@ async def ask(s: Session, request: ModelRequest) -> ModelReply:
 
 
 def check(s: Session) -> None:
-    """Every step names the tokens that the engine read and sampled."""
+    """Every step names the tokens that the engine read and sampled, and its client was told what they say."""
     assert isinstance(s.engine, FakeEngine)
     seen = {(tuple(prompt), tuple(c.token_ids), tuple(c.logprobs)) for prompt, c in s.engine.completions}
     assert len(seen) == len(s.engine.completions)
+    assert s.counters["drift"] == 0
     for step in s.steps:
         assert step.node is not None
         prompt, (ids, logprobs) = s.tree.prompt_ids(step.node), s.tree.response(step.node)

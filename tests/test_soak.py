@@ -49,6 +49,7 @@ def test_every_broken_promise_is_noticed(found: dict[str, Any]) -> None:
         {"clients": {"wrong": 2}, "problems": ["talk: status 500, expected [200]"]},
         {"answers_not_recorded": 1},
         {"asked_again_different": 1},
+        {"server": {**found["server"], "drift": 1}},
         {"slots_taken_after": 1},
         {"alive_after": {"Session": 1}},
         *[{"after": {**found["after"], name: found["before"][name] + 1}} for name in ("descriptors", "tasks")],

@@ -272,6 +272,7 @@ class Agents(RuleBasedStateMachine):
         self.hear()
         for session, recorder in zip(self.sessions, self.recorders, strict=True):
             check_tree(session)
+            assert session.counters["drift"] == 0
             stored = samples(session.tree)
             everything = Counter(one.sampled for one in recorder.served if one.tokens)
             assert not stored - everything, "what is stored was served, and once"
