@@ -1,9 +1,9 @@
 """How long does a queued request wait? 64 sessions stream at once, more than the engine has rows.
 
 Owns: the measurement and its JSON. The clients are another process (`streams_client.py`), so that their own work is not
-measured. A request is queued when its first token comes after those of as many others as there are rows. Two times count
-from its sending: the first byte of its answer, by which clients know that they were heard, and the first token. What
-each client got is compared with what its session recorded; a difference ends the run.
+measured. A request is queued when its first token comes after those of as many others as there are rows. Two times
+count from its sending: the first byte of its answer, by which clients know that they were heard, and the first token.
+What each client got is compared with what its session recorded; a difference ends the run.
 ``python benchmarks/streams.py [--model tiny] [--sessions 64] [--slots 16] [--rounds 10] [--out FILE]``
 """
 

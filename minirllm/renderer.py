@@ -175,9 +175,10 @@ class Renderer:
         """A sampled turn as a message, decoded and read at one go; never raises. The same that `stream` comes to."""
         reader = self._reader(tools, stops, raw, prompt_ids)
         ids = [id for id in ids if id not in self.hidden_ids]
-        text, done = self.decode(ids), 0
+        text, done, begin = self.decode(ids), 0, 0
         for place, marker in ((place, self.markers[id]) for place, id in enumerate(ids) if id in self.markers):
-            at = text.find(marker, max(done, len(self.decode(ids[:place]))))
+            at = text.find(marker, done + len(self.decode(ids[begin:place])))
+            begin = place + 1
             if at >= 0:
                 reader.feed(text[done:at])
                 reader.feed(marker, token=True)

@@ -40,8 +40,8 @@ class OtherWords(Renderer):
         message = super().parse(ids, *args, **kwargs)
         return replace(message, content=message.content.replace("one", "two"))
 
-    def stream(self, tools: Any = (), stops: Sequence[str] = (), *, raw: bool = False) -> Stream:
-        return Wrong(self, self._reader(tools, stops, raw))
+    def stream(self, *args: Any, **kwargs: Any) -> Stream:
+        return Wrong(self, super().stream(*args, **kwargs)._reader)
 
 
 class OtherTokens(FakeEngine):

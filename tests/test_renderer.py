@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -300,3 +301,18 @@ def test_same(said: Message, sent: Message, same: bool) -> None:
     assert normalized(said, sent) is same
     thoughts_left_out = bool(said.reasoning) > bool(sent.reasoning)  # nobody can send back what was not there
     assert normalized(sent, said) is (same and not thoughts_left_out)
+
+
+def test_reading_at_one_go_decodes_each_token_twice_at_most() -> None:
+    class Counting(Renderer):
+        decoded = 0
+
+        def decode(self, ids: Sequence[int]) -> str:
+            self.decoded += len(ids)
+            return super().decode(ids)
+
+    it = Counting(tiny.build_tokenizer())
+    ids = it.encode('<tool_call>{"name": "f"</tool_call>x<tool_call>' * 300)
+    it.decoded = 0
+    assert it.parse(ids, TOOLS) == renderer("tiny").parse(ids, TOOLS)
+    assert it.decoded <= 2 * len(ids)
