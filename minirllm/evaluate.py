@@ -68,7 +68,13 @@ class EvalResult:
             "eval_high": high,
             "eval_pass": self.pass_at[1],
             "eval_without_reward": float(self.tasks * self.rollouts - self.graded),
+            "eval_drift": self.drift,
         }
+
+    @property
+    def drift(self) -> float:
+        """Calls whose text, as sent, is not what their tokens say; must be 0."""
+        return float(sum(episode.metrics.get("drift", 0) for episode in self.episodes))
 
     def __str__(self) -> str:
         low, high = self.pass_at_1_interval
@@ -86,6 +92,8 @@ class EvalResult:
         parts += [
             f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()
         ]
+        if self.drift:
+            parts.append(f"drift in {self.drift:.0f} calls")
         if provider := self.answered_by.get("provider"):
             parts.append(f"answered by {self.answered_by['model']} of {provider}, whose sampling it is")
         return ", ".join(parts)

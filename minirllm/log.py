@@ -224,8 +224,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
 def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
     """Sampled tokens that are not trained on, those read otherwise than sampled, and sampler against trainer: why."""
     parts = []
-    if _count(row, "drift"):
-        parts.append(f"drift in {_count(row, 'drift')} calls: their text, as sent, is not what their tokens say")
+    if drift := _count(row, "drift") + _count(row, "eval_drift"):
+        parts.append(f"drift in {drift} calls: their text, as sent, is not what their tokens say")
     if _count(row, "discarded_tokens"):
         counts = f"{_count(row, 'discarded_tokens')} of {_count(row, 'sampled_tokens')} tokens"
         parts.append(f"discarded {counts} ({', '.join(_counts(row, DISCARDED))})")

@@ -17,6 +17,7 @@ from minirllm import batch
 from minirllm.algorithms import create
 from minirllm.config import Config
 from minirllm.errors import LedgerError
+from minirllm.evaluate import summarise
 from minirllm.log import explain
 from minirllm.renderer import Renderer, Stream
 from minirllm.types import Completion, Delta, Message, ModelRequest, SamplingParams
@@ -85,9 +86,14 @@ async def test_no_tokens_drift(raw: bool) -> None:
 def test_the_step_says_so() -> None:
     row = {"step": 1, "drift": 2.0, "groups": 1, "groups_with_signal": 1}
     assert " | drift in 2 calls: their text, as sent, is not what their tokens say" in explain(row, 3)
+    assert " | drift in 3 calls" in explain({**row, "eval_drift": 1.0}, 3)
     assert "drift" not in explain({**row, "drift": 0.0}, 3)
     drifted = [episode("a", index, float(index), metrics={"drift": 1.0}) for index in range(2)]
     assert batch.build(drifted, Config(), create("grpo"), 0).metrics["drift"] == 2
+    evaluated = summarise(drifted, 2)
+    assert evaluated.metrics()["eval_drift"] == 2
+    assert "drift in 2 calls" in str(evaluated)
+    assert "drift" not in str(summarise([episode("a", 0, 1.0)], 1))
 
 
 @pytest.mark.parametrize("name", ["token_T", "logprob_T"])
