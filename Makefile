@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test properties smoke audit bench bench-reproducibility soak learning side-by-side vllm-rate
+.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -33,6 +33,10 @@ properties: | $(BIN)/python
 smoke: | $(BIN)/python
 	rm -rf runs/make-smoke
 	$(BIN)/minirllm train tasks/smoke.py --model tiny --run make-smoke
+
+# Every agent program, really installed (gigabytes) and run: half an hour the first time.
+test-harnesses: | $(BIN)/python
+	$(BIN)/python benchmarks/harnesses.py --out $(BASELINES)/harnesses.json
 
 # What follows writes benchmarks/baselines/*.json; nothing else should run on the machine meanwhile.
 

@@ -72,10 +72,11 @@ class Context:
     key: str = field(repr=False)  # the session's, the only secret a program ever has
     model: str = "tiny"
     window: int = 2048  # tokens of prompt and answer
-    max_tokens: int = 256  # of one answer
+    max_tokens: int = 4096  # of one answer
     seconds: float = 600.0  # until the deadline
     full: bool = False  # as its users run it, rather than in the leanest useful form
     folder: Path = Path()  # where it is installed
+    files: tuple[str, ...] = ()  # those of the task, by then in `work`
 
     @property
     def url_v1(self) -> str:
@@ -199,8 +200,8 @@ def flow(harness: Harness, full: bool = False) -> AgentFlow:
     async def run(task: Task, config: AgentConfig) -> Episode:
         return await episode(harness, task, config, full=full)
 
-    made = AgentFlow(run, harness.name)
-    made.auxiliary, made.facts = harness.auxiliary, {"harness": f"{harness.name} {harness.version}"}
+    made = AgentFlow(run, harness.name, harness.auxiliary)
+    made.facts = {"harness": f"{harness.name} {harness.version}"}
     return made
 
 
@@ -218,10 +219,11 @@ async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bo
             key=config.api_key,
             model=config.model,
             window=config.metadata.get("max_context", Context.window),
-            max_tokens=config.metadata.get("max_tokens", Context.max_tokens),
+            max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
             seconds=deadline.remaining(),
             full=full,
             folder=harness.folder,
+            files=tuple(task.metadata.get("files", {})),
         )
         launch = harness.launch(context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
@@ -315,7 +317,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
 
 
 def _slug(name: str) -> str:
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:40]}-{sha256(name.encode()).hexdigest()[:8]}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:24]}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
 class _Place:

@@ -1,0 +1,73 @@
+"""The real programs, installed and run against the endpoint: each makes a file, and every call it made is captured.
+
+Skipped, and said so, only where no package registry can be reached. `make test-harnesses` goes over all the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minirllm import cli, harness
+from minirllm.errors import UserError
+from minirllm.tools import harness as tools
+from minirllm.tools import install
+
+ROOT = Path(__file__).parent.parent
+AWAY = re.compile(  # what pip and npm say when there is no registry, rather than no such package
+    r"from versions: none|No matching distribution|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|"
+    r"network|timed out|[Cc]onnection",
+)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def installed(name: str) -> harness.Harness:
+    """The harness, installed now if it was not."""
+    one = harness.find(name)
+    try:
+        install.ensure(one, print)
+    except UserError as error:
+        if not AWAY.search(str(error)):
+            raise
+        pytest.skip(f"{name} IS NOT TESTED: no registry to install it from ({error})")
+    return one
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.cli, args, prog_name="minirllm")
+
+
+@pytest.mark.parametrize("name", ["mini-swe-agent", "terminus-2"])
+def test_the_real_program_makes_a_file_and_every_call_is_captured(name: str) -> None:
+    one = installed(name)
+    report = tools.check(name)
+    assert report.passed, str(report)
+    assert report.calls - report.counters.get("auxiliary", 0) == len(one.script), str(report)
+    assert report.counters.get("drift_tokens", 0) == 0, str(report)
+    assert report.sampled_tokens > 0
+
+
+def test_mini_swe_agent_trains_and_repeats_bit_for_bit(tmp_path: Path) -> None:
+    installed("mini-swe-agent")
+    small = {"batch_size": 1, "group_size": 2, "max_tokens": 24, "lora_rank": 0, "eval_tasks": 0, "max_context": 8192}
+    options = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    options += ["--model", "tiny", "--steps", "2", "--threads", "1", "--runs-dir", str(tmp_path)]
+    task = str(ROOT / "tasks/make_file.py")
+    hashes = []
+    for name in ("one", "two"):
+        result = invoke("train", task, "--harness", "mini-swe-agent", "--run", name, *options)
+        assert result.exit_code == 0, result.output
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+        assert [row["ungraded"] for row in rows] == [0, 0]
+        assert [row["drift_tokens"] for row in rows] == [0, 0]
+        assert all(row["grad_norm"] > 0 for row in rows)
+        hashes.append([row["weights_sha256"] for row in rows])
+    assert hashes[0] == hashes[1]
+    assert hashes[0][0] != hashes[0][1]
+    result = invoke("diff", str(tmp_path / "one"), str(tmp_path / "two"))
+    assert result.exit_code == 0, result.output
