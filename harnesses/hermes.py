@@ -1,7 +1,8 @@
 """hermes-agent, with its terminal tool only unless in full.
 
 2.9k tokens of prompt, 13k in full. It refuses to work with a window below 64,000 tokens, so it is told of one that
-large: a model with less answers "context too long" when it comes to that. Empty answers are asked for again, up to four times.
+large: a model with less answers "context too long" when it comes to that. Empty answers are asked for again, up to four
+times.
 """
 
 from __future__ import annotations
