@@ -1,51 +1,40 @@
 """Agent programs as they come (Claude Code, mini-swe-agent, a shell script), each described in one file, run as agents.
 
-Owns: what a harness file says, how one is found, how a program is run for an episode: its own HOME and work folder, a
-minimal environment, its end with all that it started. Does not know: how programs are installed (tools/install.py), the
-programs themselves, sessions, tokens.
+Owns: what a harness file says, how one is found, how a program is run for an episode: what it is given, a minimal
+environment, its end with all that it started. Does not know: how programs are installed (tools/install.py), the
+programs themselves, where they work (place.py), sessions, tokens.
 
 A harness file is ``harnesses/<name>.py`` (or anything named as ``module:attr``, a path, or an entry point of the group
 ``minirllm.harnesses``) with ``HARNESS = Harness(...)``. A file may also define ``configured(text) -> Harness``, for
 ``--harness NAME:text``. The fields of `Harness` say what it must bring; `launch` writes nothing and starts nothing.
 
-An episode's folder is a function of task and rollout, not of the run: programs that tell the model where they are, tell
-it the same in every run. It is deleted at the end; exit code, the tails of what was printed and the text files of the
-work folder are in ``episode.artifacts``. Programs run with the rights of this user: nothing here is a sandbox.
+Exit code, the tails of what was printed and the text files of the work folder are in ``episode.artifacts``. Programs
+run with the rights of this user: nothing here is a sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import json
-import logging
 import os
-import re
-import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from minirllm import reaper
 from minirllm.config import Config, nearest
-from minirllm.errors import ConfigError, TaskError, UserError
+from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
+from minirllm.place import Place, read_files
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
-
-logger = logging.getLogger(__name__)
 
 SHELL = "echo made > made.txt"  # what the script of a harness has its program do, see `Harness.script`
 PROOF = ("made.txt", "made\n")  # the file that is then there
 TAIL = 16_384  # bytes kept of each output
-MAX_FILE, MAX_FILES, MAX_BYTES = 2**16, 500, 2**20  # what of the work folder is kept: bytes of one, files, bytes of all
 EARLY = 1.0  # seconds before the episode's deadline at which its program is ended, so that what it printed is kept
 MARKER = "installed.json"
 
@@ -209,7 +198,7 @@ async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bo
     """One run of the program, which ended or was ended (TIMEOUT). Raises UserError when it could not be a run."""
     deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
     split = "eval" if config.is_validation else "train"
-    place = await asyncio.to_thread(_Place, f"{split}-{_slug(task.id)}-{config.metadata.get('rollout_idx', 0)}")
+    place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
         context = Context(
             instruction=text_of(task),
@@ -225,7 +214,7 @@ async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bo
             folder=harness.folder,
             files=tuple(task.metadata.get("files", {})),
         )
-        launch = harness.launch(context)
+        launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
         env = environment(context, launch)
         for command in launch.before:
@@ -314,89 +303,3 @@ async def _tail(stream: asyncio.StreamReader) -> str:
     while piece := await stream.read(TAIL):
         kept = (kept + piece)[-TAIL:]
     return kept.decode(errors="replace")
-
-
-def _slug(name: str) -> str:
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:24]}-{sha256(name.encode()).hexdigest()[:8]}"
-
-
-class _Place:
-    """An episode's folder, held against other processes of this user; one more is made where another run holds it."""
-
-    def __init__(self, name: str):
-        base = Path(tempfile.gettempdir()).resolve() / f"minirllm-{os.getuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
-        if base.stat().st_uid != os.getuid() or base.is_symlink():
-            raise UserError(f"{base} belongs to somebody else: remove it, or set TMPDIR to another folder.")
-        for number in range(1, 1000):
-            self.root = base / (name if number == 1 else f"{name}-{number}")
-            if self._lock():
-                break
-        else:
-            raise UserError(f"{base} has no folder left for {name}: other runs hold a thousand.")
-        if number > 1:
-            logger.warning("another run works in %s, so paths that the agent sees differ: %s", base / name, self.root)
-        self.work, self.home = self.root / "work", self.root / "home"
-        _remove(self.root)
-        for folder in (self.work, self.home, self.root / "tmp"):
-            folder.mkdir(parents=True)
-
-    def _lock(self) -> bool:
-        path = f"{self.root}.lock"
-        self.lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(self.lock), os.stat(path)):  # else: its owner has just deleted it
-                return True
-        os.close(self.lock)
-        return False
-
-    def fill(self, work: Mapping[str, str], home: Mapping[str, str]) -> None:
-        """Write the task's files and the program's own. Raises TaskError for a path that leads out."""
-        for folder, files in ((self.work, work), (self.home, home)):
-            for name, text in files.items():
-                path = Path(os.path.normpath(folder / name))
-                if folder not in path.parents or not isinstance(text, str):
-                    raise TaskError(f"files: {name!r} must be a path below the work folder, and have a text.")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-                if text.startswith("#!"):
-                    path.chmod(0o755)
-
-    def close(self) -> None:
-        """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
-        _remove(self.root)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.root}.lock")
-        os.close(self.lock)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a tree, also one that an agent has locked up."""
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            with contextlib.suppress(OSError):
-                if not os.path.islink(os.path.join(path, name)):
-                    os.chmod(os.path.join(path, name), 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def read_files(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """(relative path -> text, paths left out): the text files in order, within limits. Links are not followed."""
-    found: dict[str, str] = {}
-    left_out: list[str] = []
-    room = MAX_BYTES
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for path in (Path(place) / file for file in sorted(files)):
-            info, name = path.lstat(), path.relative_to(folder).as_posix()
-            try:
-                if not stat.S_ISREG(info.st_mode) or info.st_size > min(MAX_FILE, room) or len(found) == MAX_FILES:
-                    raise ValueError
-                found[name] = path.read_bytes().decode()
-                room -= info.st_size
-            except (OSError, ValueError):
-                left_out.append(name)
-        if len(left_out) > MAX_FILES:
-            break
-    return found, left_out[:MAX_FILES]

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "minirllm"
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
     "attention errors interrupt linear machine reaper types watchdog",
-    "client config dialects exactness files head returns syntaxes tree",
+    "client config dialects exactness files head place returns syntaxes tree",
     "algorithms conversation flow models policy sandboxes store template trackers",
     "batch checkpoint engines harness log renderer rewards",
     "inflight trainer",

@@ -1,0 +1,112 @@
+"""Where an agent program works for one episode: ``work``, ``home`` and ``tmp`` in a folder of their own.
+
+Owns: that folder, from making it to deleting it, what is written into it before and read from it after. Does not know:
+programs, tasks, what the files are for.
+
+Its path is a function of task and rollout, not of the run: programs that tell the model where they are, tell it the
+same in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from minirllm.errors import TaskError, UserError
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE, MAX_FILES, MAX_BYTES = 2**16, 500, 2**20  # what of the work folder is kept: bytes of one, files, bytes of all
+
+
+class Place:
+    """An episode's folder, held against other processes of this user; one more is made where another run holds it."""
+
+    def __init__(self, split: str, task: str, rollout: int):
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", task)[:24]
+        name = f"{split}-{slug}-{sha256(task.encode()).hexdigest()[:8]}-{rollout}"
+        base = Path(tempfile.gettempdir()).resolve() / f"minirllm-{os.getuid()}"
+        base.mkdir(mode=0o700, exist_ok=True)
+        if base.stat().st_uid != os.getuid() or base.is_symlink():
+            raise UserError(f"{base} belongs to somebody else: remove it, or set TMPDIR to another folder.")
+        for number in range(1, 1000):
+            self.root = base / (name if number == 1 else f"{name}-{number}")
+            if self._lock():
+                break
+        else:
+            raise UserError(f"{base} has no folder left for {name}: other runs hold a thousand.")
+        if number > 1:
+            logger.warning("another run works in %s, so paths that the agent sees differ: %s", base / name, self.root)
+        self.work, self.home = self.root / "work", self.root / "home"
+        _remove(self.root)
+        for folder in (self.work, self.home, self.root / "tmp"):
+            folder.mkdir(parents=True)
+
+    def _lock(self) -> bool:
+        path = f"{self.root}.lock"
+        self.lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(self.lock), os.stat(path)):  # else: its owner has just deleted it
+                return True
+        os.close(self.lock)
+        return False
+
+    def fill(self, work: Mapping[str, str], home: Mapping[str, str]) -> None:
+        """Write the task's files and the program's own. Raises TaskError for a path that leads out."""
+        for folder, files in ((self.work, work), (self.home, home)):
+            for name, text in files.items():
+                path = Path(os.path.normpath(folder / name))
+                if folder not in path.parents or not isinstance(text, str):
+                    raise TaskError(f"files: {name!r} must be a path below the work folder, and have a text.")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+                if text.startswith("#!"):
+                    path.chmod(0o755)
+
+    def close(self) -> None:
+        """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
+        _remove(self.root)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.root}.lock")
+        os.close(self.lock)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a tree, also one that an agent has locked up."""
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            with contextlib.suppress(OSError):
+                if not os.path.islink(os.path.join(path, name)):
+                    os.chmod(os.path.join(path, name), 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """(relative path -> text, paths left out): the text files in order, within limits. Links are not followed."""
+    found: dict[str, str] = {}
+    left_out: list[str] = []
+    room = MAX_BYTES
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        for path in (Path(place) / file for file in sorted(files)):
+            info, name = path.lstat(), path.relative_to(folder).as_posix()
+            try:
+                if not stat.S_ISREG(info.st_mode) or info.st_size > min(MAX_FILE, room) or len(found) == MAX_FILES:
+                    raise ValueError
+                found[name] = path.read_bytes().decode()
+                room -= info.st_size
+            except (OSError, ValueError):
+                left_out.append(name)
+        if len(left_out) > MAX_FILES:
+            break
+    return found, left_out[:MAX_FILES]
