@@ -27,14 +27,14 @@ from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
 
 TRAIN = (
-    "model", "harness", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature", "max_tokens",
-    "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir", "run",
-    "trackers",
+    "model", "harness", "sandbox", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature",
+    "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir",
+    "run", "trackers",
 )  # fmt: skip
 OUTSIDE = ("provider", "base_url", "key_env")
 EVAL = (
-    "model", *OUTSIDE, "harness", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism", "threads",
-    "data", "runs_dir",
+    "model", *OUTSIDE, "harness", "sandbox", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism",
+    "threads", "data", "runs_dir",
 )  # fmt: skip
 SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
@@ -120,7 +120,7 @@ def cli() -> None:
 )
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
-    """Train on TASK: a file such as tasks/first_letter.py, or the name of an installed task."""
+    """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name."""
     module = flow.load_task(task)
     settings = _config(options, module.defaults)
     folder = settings.run_folder(module.name)
@@ -129,7 +129,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
             raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
         own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
         settings = replace(_config(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
-    _prepare(settings.harness, quiet)
+    _prepare(settings.harness, quiet, module.own_agents)
     where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
     again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
     try:
@@ -170,7 +170,7 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
     """Evaluate a model, in this process or of an outside provider, on the held-out tasks of TASK."""
     module = flow.load_task(task)
     settings, folder = _with_checkpoint(options, module.defaults, checkpoint)
-    _prepare(settings.harness)
+    _prepare(settings.harness, own=module.own_agents)
     click.echo(_module("evaluate").run(module, settings, n=n, split=split, checkpoint=folder, output=output))
 
 
@@ -336,9 +336,9 @@ def check_harness(name: str, full: bool) -> None:
     raise SystemExit(0 if report.passed else 1)
 
 
-def _prepare(name: str, quiet: bool = False) -> None:
-    """Install the harness of this name, if there is one and it is not installed."""
-    if name:
+def _prepare(name: str, quiet: bool = False, own: tuple[str, ...] = ()) -> None:
+    """Install the harness of this name, unless it is one of the task's own or installed already."""
+    if name and name not in own:
         say = (lambda line: None) if quiet else click.echo
         _module("tools.install").ensure(_module("harness").find(name), say)
 

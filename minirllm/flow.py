@@ -45,6 +45,7 @@ class AgentFlow:
         functools.update_wrapper(self, fn)
         self.fn, self.name, self.is_async, self.auxiliary = fn, name, _is_async(fn), auxiliary
         self.facts: dict[str, Any] = {}  # for the manifest
+        self.silent = False  # it never calls the model, and is graded all the same
 
     def __call__(self, task: Task, config: AgentConfig) -> Any:
         return self.fn(task, config)
@@ -186,6 +187,8 @@ class TaskModule:
     path: Path | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     data_revision: str = ""
+    own_agents: tuple[str, ...] = ()  # names that `harness` may have besides those of programs
+    host: Callable[[Config], AgentFlow] | None = None  # who acts, where the task itself runs the harness
 
     def agent(self) -> AgentFlow:
         """Its own agent. Raises TaskError when it has none."""
@@ -228,11 +231,14 @@ def task_of(agent_flow: Any, grader: Any, train: Any, held_out: Any = None) -> T
 
 
 def load_task(source: str | Path) -> TaskModule:
-    """A task from a file path, an installed name, ``package.module``, or ``package.module:attr``.
+    """A task from a file path, a folder of Harbor tasks, an installed name, ``package.module`` or ``module:attr``.
 
     Raises TaskError saying what is missing and where, or the line on which the file failed.
     """
     text = str(source)
+    if Path(text).is_dir() and text not in names("tasks"):
+        folders: TaskModule = importlib.import_module("minirllm.harbor").load(Path(text))  # by name: it builds on this
+        return folders
     if isinstance(source, Path) or text.endswith(".py") or Path(text).is_file():
         module = import_path(Path(text))
         return _task_module(Path(text).stem, vars(module), module)

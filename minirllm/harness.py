@@ -178,6 +178,10 @@ def find(text: str) -> Harness:
 
 def agent(task: TaskModule, config: Config) -> AgentFlow:
     """Who acts in a run: the task's own agent, or ``config.harness``. Raises UserError when there is none to be had."""
+    if task.host is not None:
+        return task.host(config)
+    if config.sandbox:
+        raise ConfigError("Only Harbor task directories are run in a sandbox so far: leave --sandbox out.")
     return flow(find(config.harness), config.harness_full) if config.harness else task.agent()
 
 

@@ -140,13 +140,14 @@ class Runner:
             episode.trajectories[0].steps = list(session.steps)  # what it had done can be read
         elif problem := _join(episode, session):
             episode.termination_reason, episode.reason = TerminationReason.ERROR, problem
-        if not own and episode.termination_reason is TerminationReason.ENV_DONE:
+        calls = own or self.flow.silent
+        if not calls and episode.termination_reason is TerminationReason.ENV_DONE:
             episode.termination_reason = TerminationReason.NO_CALLS
             ended = f"; {episode.artifacts['ended']}" if "ended" in episode.artifacts else ""
             did = "made auxiliary calls only" if session.steps else "never called the model at config.base_url"
             episode.reason = f"the agent {did}, so there is nothing to learn from{ended}"
         episode.tree = session.tree
-        if own and episode.termination_reason not in FAILED:
+        if calls and episode.termination_reason not in FAILED:
             await self._grade(job.task, episode, deadline)
         if episode.termination_reason in OVERDUE:
             where = (job.task.id, job.rollout_idx, job.attempt)

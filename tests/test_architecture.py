@@ -23,7 +23,7 @@ ROWS = [
     "client config dialects exactness files head place returns syntaxes tree",
     "algorithms conversation flow models policy sandboxes store template trackers",
     "batch checkpoint engines harness log renderer rewards",
-    "inflight trainer",
+    "harbor inflight trainer",
     "session",
     "sessions",
     "exchange rollouts",

@@ -1,0 +1,90 @@
+"""Harbor task directories as tasks: an instruction, an environment, and tests that leave a reward.
+
+Owns: `load`, by which `minirllm eval path/to/dir` finds them, and who acts in them. Does not know: how a trial goes
+(trial.py), how a task is written (task.py), models.
+
+A path is one task directory, or a folder of them; or a folder with two such folders, ``train`` and ``held_out``. Else
+the same tasks are trained on and evaluated. A trial grades itself in its sandbox; the evaluator reads that off.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from minirllm.config import Config, nearest
+from minirllm.errors import TaskError
+from minirllm.flow import AgentFlow, Evaluator, TaskModule
+from minirllm.harbor import trial
+from minirllm.harbor.agents import BUILTIN
+from minirllm.harbor.task import HarborTask, digest, read
+from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "held_out")
+
+
+def load(path: Path) -> TaskModule:
+    """The tasks in a folder. Raises TaskError when there are none, or one is not what it must be."""
+    path = path.resolve()
+    if all((path / name).is_dir() for name in SPLITS) and not (path / "task.toml").exists():
+        train, held_out = (_tasks(path / name) for name in SPLITS)
+    else:
+        train = held_out = _tasks(path)
+    every = list({task.folder: task for task in (*train, *held_out)}.values())
+    sandbox = "docker" if any(task.environment.needs for task in every) else "local"
+    return TaskModule(
+        name=path.name,
+        flow=None,
+        evaluator=Evaluator(verdict, "harbor"),
+        make_train=lambda _: [_task(task) for task in train],
+        make_held_out=lambda _: [_task(task) for task in held_out],
+        defaults={"sandbox": sandbox, "episode_timeout": max(task.seconds for task in every)},
+        data_revision=digest(every),
+        own_agents=tuple(BUILTIN),
+        host=lambda config: _flow(every, config),
+    )
+
+
+async def verdict(task: Task, episode: Episode) -> EvalOutput:
+    """What the trial found."""
+    found = episode.artifacts["harbor"]
+    reward, signals = found["reward"], [Signal(name, value) for name, value in found["rewards"].items()]
+    return EvalOutput(reward, reward is not None and reward >= 1.0, signals, {}, found["reason"])
+
+
+def _tasks(path: Path) -> list[HarborTask]:
+    folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
+    if not folders:
+        raise TaskError(f"{path} is no task: neither it nor a folder in it has a task.toml.")
+    return [read(folder) for folder in folders]
+
+
+def _task(task: HarborTask) -> Task:
+    text = "\n\n".join(step.instruction for step in task.steps)
+    return Task(task.name, text, dataset_dir=task.folder.parent, sub_dir=Path(task.folder.name))
+
+
+def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
+    """Who acts, checked against what the tasks need. Raises UserError."""
+    agent = BUILTIN.get(config.harness)
+    if agent is None:
+        others = f"choose one by --harness: {', '.join(BUILTIN)}"
+        got = f"is no agent for it{nearest(config.harness, list(BUILTIN))}" if config.harness else "has none of its own"
+        raise TaskError(f"A Harbor task is worked at by an agent program; {config.harness or 'it'} {got}: {others}.")
+    for task in tasks:
+        trial.check(task, config.sandbox)
+        if config.harness == "oracle" and not all(step.solution for step in task.steps):
+            raise TaskError(f"Task {task.name} ({task.folder}) has no solution/solve.sh, so the oracle knows nothing.")
+    if any(task.environment.network == "public" and task.environment.asks_network for task in tasks):
+        logger.warning("some of these tasks ask for a network; there is none in a sandbox")
+    by_name = {task.name: task for task in tasks}
+
+    async def run(task: Task, model: AgentConfig) -> Episode:
+        return await trial.run(by_name[task.id], agent, config.sandbox, model)
+
+    made = AgentFlow(run, config.harness)
+    made.silent = config.harness in BUILTIN
+    made.facts = {"harness": config.harness, "sandbox": config.sandbox}
+    return made
