@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility soak learning side-by-side vllm-rate
+.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning side-by-side vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -52,6 +52,11 @@ bench: | $(BIN)/python
 soak: | $(BIN)/python
 	mkdir -p $(BASELINES)
 	$(BIN)/python benchmarks/soak.py --out $(BASELINES)/soak.json
+
+# Minutes: 20,000 bad requests.
+fuzz: | $(BIN)/python
+	mkdir -p $(BASELINES)
+	$(BIN)/python -m benchmarks.fuzz --out $(BASELINES)/fuzz.json
 
 # Half an hour: kills and resumptions, the soak, the price of each level, and whether TRL repeats itself.
 bench-reproducibility: .venv-trl/installed | $(BIN)/python

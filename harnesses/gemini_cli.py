@@ -1,0 +1,52 @@
+"""Google's Gemini CLI: `gemini -p` on the Gemini dialect (`streamGenerateContent`), the only one it speaks.
+
+Lean, it has one tool (run_shell_command) and a prompt of about 800 tokens, of 12,000 as its users run it. It names the
+date and the working folder. It asks for temperature 1, top_p 0.95 and top_k 64, which training overrides. Without its
+settings file it exits with code 41.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minirllm.flow import import_path
+from minirllm.harness import SHELL, Call, Context, Harness, Launch
+
+npm = import_path(Path(__file__).with_name("_npm.py"))
+
+
+def launch(context: Context) -> Launch:
+    settings: dict[str, Any] = {
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+    }
+    env = {
+        "GEMINI_API_KEY": context.key,
+        "GOOGLE_GEMINI_BASE_URL": context.url,
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
+    files = {}
+    if not context.full:
+        settings["tools"] = {"core": ["run_shell_command"]}
+        env["GEMINI_SYSTEM_MD"] = str(context.home / ".gemini/system.md")
+        files[".gemini/system.md"] = npm.PROMPT
+    files[".gemini/settings.json"] = json.dumps(settings, indent=2)
+    argv = (context.program("gemini"), "-m", context.model, "-y", "-p", npm.guarded(context.instruction))
+    return Launch(argv, env=env, files=files)
+
+
+HARNESS = Harness(
+    name="gemini-cli",
+    version="0.61.0",
+    about="Google's coding agent",
+    dialect="gemini",
+    npm=("@google/gemini-cli@0.61.0",),
+    requires=("node>=20",),
+    prompt="0.8k tokens; full 12k",
+    launch=launch,
+    auxiliary=npm.side_calls({"summary": "You are a specialized system component responsible for distilling"}),
+    script=(Call("run_shell_command", {"command": SHELL}), "Done."),
+)

@@ -1,0 +1,67 @@
+"""Real agent programs in tests: installed if they are not, and run against an engine that says what it is told to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from minirllm import harness, watchdog
+from minirllm.config import Config
+from minirllm.engines.scripted import ScriptedEngine
+from minirllm.errors import UserError
+from minirllm.harness import Harness, Turn
+from minirllm.policy import Policy
+from minirllm.rollouts import Job, Runner
+from minirllm.stack import serving
+from minirllm.tools import install
+from minirllm.tools.harness import made, written
+from minirllm.types import Episode, Task
+
+AWAY = re.compile(  # what pip and npm say when there is no registry, rather than no such package
+    r"from versions: none|No matching distribution|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|"
+    r"network|timed out|[Cc]onnection",
+)
+
+
+def installed(name: str) -> Harness:
+    """The harness, installed now if it was not."""
+    one = harness.find(name)
+    try:
+        install.ensure(one, print)
+    except UserError as error:
+        if not AWAY.search(str(error)):
+            raise
+        pytest.skip(f"{name} IS NOT TESTED: no registry to install it from ({error})")
+    return one
+
+
+class Saying(ScriptedEngine):
+    """Says `turns`, one after another, the last one for ever; set before it is built."""
+
+    turns: tuple[Turn, ...] = ()
+
+    def __init__(self, policy: Policy, config: Config):
+        said = iter(map(written, self.turns))
+        last = written(self.turns[-1])
+        super().__init__(policy, config, lambda prompt: next(said, last))
+
+
+def run(one: Harness, turns: Sequence[Turn], instruction: str = "Do it.", *, full: bool = False, **options) -> Episode:
+    """One episode of the real program, whose model says `turns`."""
+    Saying.turns = tuple(turns)
+    settings = {"max_context": 32_768, "max_tokens": 1024, "max_calls": 20, "episode_timeout": 120.0, **options}
+    config = Config(model="tiny", engine=f"{__name__}:Saying", retries=0, determinism="off", **settings)
+    agent = harness.flow(replace(one, script=tuple(turns)), full)
+
+    async def work() -> Episode:
+        async with serving(config) as stack:
+            runner = Runner(stack.sessions, stack.base_url, agent, made, config)
+            try:
+                return await runner.run(Job(Task(f"test-{one.name}", instruction)))
+            finally:
+                await runner.close()
+
+    return watchdog.run(work())
