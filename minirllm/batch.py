@@ -95,7 +95,7 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     if config.packing == "paths":
         batch.forests = [row for forest in forests for row in unfold(forest)]
     else:
-        batch.forests = _pack(forests, config.micro_batch_tokens)
+        batch.forests = pack(forests, config.micro_batch_tokens)
     trained, total = batch.metrics["trained_tokens"], sum(map(len, batch.forests))
     assert trained == sum(int(forest.trained_T.sum()) for forest in batch.forests), "the ledger balances"
     batch.metrics |= {
@@ -305,7 +305,7 @@ def _unfolded(forest: Forest) -> int:
     return int((forest.position_T[forest.node_end_N[leaves] - 1] + 1).sum())
 
 
-def _pack(forests: Sequence[Forest], limit: int) -> list[Forest]:
+def pack(forests: Sequence[Forest], limit: int) -> list[Forest]:
     """Neighbours joined, in order, as long as a micro-batch stays within `limit` tokens."""
     packed: list[list[Forest]] = []
     for forest in forests:

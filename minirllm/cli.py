@@ -32,6 +32,10 @@ TRAIN = (
     "run", "trackers",
 )  # fmt: skip
 OUTSIDE = ("provider", "base_url", "key_env")
+SFT = (
+    "model", "steps", "seed", "batch_size", "lr", "lr_schedule", "warmup_steps", "lora_rank", "max_context", "eval_every",
+    "save_every", "determinism", "threads", "runs_dir", "run", "trackers",
+)  # fmt: skip
 EVAL = (
     "model", *OUTSIDE, "harness", "sandbox", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism",
     "threads", "data", "runs_dir",
@@ -148,6 +152,25 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
             else f"Nothing to do: all {settings.steps} steps were done before; --steps takes the run further"
         )
         click.echo(f"{done}. Weights: {folder / 'checkpoints'}. Look at it: minirllm show {folder}")
+
+
+@cli.command()
+@click.argument("data", type=click.Path(path_type=Path))
+@_options(SFT)
+@click.option("--val", type=click.Path(path_type=Path), help="Rows whose loss is measured and never learned from.")
+@click.option("--epochs", type=click.IntRange(1), help="How often each row is seen; sets --steps.")
+@click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the same options.")
+@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | None, **options: Any) -> None:
+    """Fine-tune on DATA, a file of JSON lines: {"messages": [...], "tools": [...]} as in chat completions. Every token
+    of every assistant message is learned."""
+    if epochs is not None and options["steps"] is not None:
+        raise UserError("Give --epochs or --steps, not both.")
+    settings = _config(options)
+    row = _module("sft").run(data, settings, val=val, epochs=epochs, resume=resume, quiet=quiet)
+    if not quiet:
+        folder = settings.run_folder(data.stem)
+        click.echo(f"Done after step {row['step']}. Weights: {folder / 'checkpoints'}; minirllm eval takes --checkpoint.")
 
 
 @cli.command("eval")

@@ -7,20 +7,22 @@ Does not know: how an episode is run, what is learned from it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from minirllm.config import Config
 from minirllm.rollouts import Job, Runner
 from minirllm.store import EpisodeStore
-from minirllm.types import Episode, Task
+from minirllm.types import Episode
 
+T = TypeVar("T")
 WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampled it
 
 
-def schedule(tasks: list[Task], config: Config, step: int) -> list[Task]:
-    """The tasks of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a step repeats no task."""
+def schedule(tasks: Sequence[T], config: Config, step: int) -> list[T]:
+    """The tasks (or whatever they are) of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a step repeats no task."""
     size = min(config.batch_size, len(tasks))
     epoch, place = divmod(step - 1, len(tasks) // size)
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))

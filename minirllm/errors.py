@@ -26,6 +26,10 @@ class SandboxError(UserError):
     """A sandbox cannot be had, or failed itself; never what a program in it did."""
 
 
+class DataError(UserError):
+    """A row of a dataset is not what it needs to be; the message names its line."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, torn or does not belong to this run."""
 

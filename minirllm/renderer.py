@@ -77,6 +77,21 @@ class Renderer:
         mark = self.template.mark(messages, tools)
         return self._encode_marked(self.template.render(messages, tools, mark=mark), mark)
 
+    def turn(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """The last message, an assistant turn, as the model is to sample it behind the prompt of those before it.
+
+        Ends with the token that ends a turn. Raises RequestError when the template writes the turn otherwise than the
+        prompt begins it.
+        """
+        mark = self.template.mark(messages, tools)
+        begin = self.template.render(messages[:-1], tools, mark=mark)
+        whole = self.template.render(messages, tools, mark=mark, generation=False)
+        if not whole.startswith(begin):
+            raise RequestError("The chat template writes this assistant turn otherwise than it begins one.", "messages")
+        ids = self._encode_marked(whole[len(begin) :], mark)
+        ends = [place for place, id in enumerate(ids, 1) if id in self.eos_ids]
+        return ids[: ends[-1]] if ends else [*ids, min(self.eos_ids)]
+
     def extend(
         self,
         ids_so_far: Sequence[int],

@@ -58,10 +58,7 @@ async def serving(
 
     Raises ModelError, ConfigError, CheckpointError, or UserError when the port is taken.
     """
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = cuda, but this torch sees no CUDA device; use device = cpu or auto.")
-    loaded, policy, engine, renderer = await asyncio.to_thread(_load, config, device, weights, say)
+    loaded, policy, engine, renderer = await asyncio.to_thread(load, config, weights, say)
     model_id = loaded.name.rstrip("/").rpartition("/")[2]
     sessions = Sessions(
         engine,
@@ -82,18 +79,8 @@ async def serving(
             await policy.run(rehearse, policy, config)
         await engine.start()
         gc.freeze()  # what is there now stays to the end; each walk of the collector over it stops the loop for 0.3 s
-        facts = {
-            "model": loaded.name,
-            "model_revision": loaded.revision,
-            "template_hash": renderer.template.sha256,
-            "level": policy.level,
-            "row_multiple": policy.row_multiple,
-            "threads": policy.threads,
-            "device": str(policy.device),
-            "tool_syntax": renderer.template.syntax,
-            "template_notes": list(renderer.notes),
-        }
-        yield Stack(policy, engine, renderer, sessions, await server.start(*address), facts)
+        base_url = await server.start(*address)
+        yield Stack(policy, engine, renderer, sessions, base_url, facts(loaded, policy, renderer))
     finally:
         gc.unfreeze()
         await server.close()
@@ -101,10 +88,28 @@ async def serving(
         await asyncio.to_thread(policy.close)
 
 
-def _load(
-    config: Config, device: str, weights: Path | None, say: Callable[[str], None] | None
+def facts(loaded: models.LoadedModel, policy: Policy, renderer: Renderer) -> dict[str, Any]:
+    """What a manifest says of a model in memory."""
+    return {
+        "model": loaded.name,
+        "model_revision": loaded.revision,
+        "template_hash": renderer.template.sha256,
+        "level": policy.level,
+        "row_multiple": policy.row_multiple,
+        "threads": policy.threads,
+        "device": str(policy.device),
+        "tool_syntax": renderer.template.syntax,
+        "template_notes": list(renderer.notes),
+    }
+
+
+def load(
+    config: Config, weights: Path | None = None, say: Callable[[str], None] | None = None
 ) -> tuple[models.LoadedModel, Policy, Engine, Renderer]:
-    """What takes seconds, off the event loop."""
+    """Model, policy, engine (not started) and renderer. Takes seconds: call it off the event loop."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but this torch sees no CUDA device; use device = cpu or auto.")
     # all parameters trained: small updates would vanish in bf16; adapters are fp32 anyway
     loaded = models.load(config.model, device, None if config.lora_rank else torch.float32, say)
     policy = Policy(loaded.model, loaded.tokenizer, config)

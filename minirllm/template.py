@@ -96,8 +96,16 @@ class ChatTemplate:
         self._special_pattern = re.compile(f"(?={any_special}).", re.DOTALL)
         self.notes = self._explain()
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), *, mark: str = "", numbered: bool = False) -> str:
-        """The template's text, ending in the beginning of the next assistant turn.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        mark: str = "",
+        numbered: bool = False,
+        generation: bool = True,
+    ) -> str:
+        """The template's text, ending in the beginning of the next assistant turn, unless `generation` is off.
 
         With a `mark`, every special token's text inside messages and tools is broken by it behind the first character.
         `numbered`: the messages are from `masked`. Raises RequestError when the template refuses the conversation.
@@ -107,7 +115,7 @@ class ChatTemplate:
             if mark:
                 form, tools = [self._unforged(one, mark) for one in form], self._broken(list(tools), mark)
             form = self._adapt(form, tools)
-        return self._write(form, tools if self.lists_tools else (), mark=mark)
+        return self._write(form, tools if self.lists_tools else (), generation, mark)
 
     def mark(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """A character that occurs nowhere, if the text of a special token does occur in messages or tools; else ""."""

@@ -20,16 +20,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minirllm import algorithms, batch, checkpoint, evaluate, harness, watchdog
+from minirllm import algorithms, batch, evaluate, harness, watchdog
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, LedgerError, UserError
+from minirllm.errors import LedgerError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.interrupt import interruptible
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
+from minirllm.saving import Saving
 from minirllm.stack import Stack, serving
 from minirllm.store import EpisodeStore
 from minirllm.trainer import Trainer
@@ -69,6 +70,7 @@ class _Run:
     def __init__(self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Stop):
         self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
         self.stop, self.store = stop, EpisodeStore(log.folder / "episodes")
+        self.saving = Saving(config, log, stack.policy, trainer)
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
         self.digest = ""  # of the weights that sample now
 
@@ -151,32 +153,12 @@ class _Run:
         self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(sampled))
 
     async def save(self, step: int) -> None:
-        """A checkpoint. A full disk costs the checkpoint, not the run; but no run ends well without its last one."""
-        policy, config, place = self.stack.policy, self.config, self.log.folder / "checkpoints"
-        extra = {"step": step, "seed": config.seed, "best": self.best}
-        arguments = (place, step, policy, self.trainer, extra, config.keep_checkpoints, self.best["step"])
-        try:
-            await policy.run(checkpoint.save, *arguments)
-        except CheckpointError as error:
-            if step == config.steps:
-                raise CheckpointError(f"{error} All steps are done: --resume saves them later.") from None
-            self.log.warn(str(error))
+        await self.saving.save(step, {"best": self.best}, self.best["step"])
 
     async def restore(self) -> int:
-        """Load the newest whole checkpoint; returns how many steps are done (0: there is none)."""
-        path, skipped = await asyncio.to_thread(checkpoint.newest, self.log.folder / "checkpoints")
-        for sentence in skipped:
-            self.log.warn(f"{sentence} Taking {path.name if path else 'none, so from step 1 on,'} instead.")
-        done = 0
-        if path is not None:
-            extra = await self.stack.policy.run(checkpoint.load, path, self.stack.policy, self.trainer)
-            if extra["seed"] != self.config.seed:
-                seeds = f"belongs to seed {extra['seed']}, not {self.config.seed}"
-                raise CheckpointError(f"{path} {seeds}: resume with its own seed.")
-            done, self.best = extra["step"], extra["best"]
-        after = f"Resuming after step {done} of {self.config.steps}."
-        self.log.say(after if done else "There is no checkpoint yet: starting from step 1.")
-        await asyncio.to_thread(self.log.rewind, done if done else -1)
+        """How many steps are done already."""
+        done, extra = await self.saving.restore()
+        self.best = extra.get("best", self.best)
         return done
 
 

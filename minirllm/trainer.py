@@ -103,6 +103,14 @@ class Trainer:
         }
         return metrics
 
+    async def measure(self, forests: Sequence[Forest]) -> float:
+        """The loss of these micro-batches under the weights as they are; nothing is learned."""
+        return sum([await self.policy.run(self._measure, forest) for forest in forests])
+
+    def _measure(self, forest: Forest) -> float:
+        with torch.no_grad():
+            return self._loss(forest)[0].item()
+
     async def _pass(self, batch: Batch, rate: float, version: int) -> dict[str, float]:
         """One optimizer step on the whole batch, and its metrics."""
         sums: dict[str, float] = {}
@@ -119,30 +127,32 @@ class Trainer:
         checkpointing = _gradient_checkpointing(self.policy.model, self.config.gradient_checkpointing)
         promised = self.policy.level != "off" or self.policy.device.type == "cpu"  # where it costs nothing
         with exactness.ordered(promised), checkpointing, torch.enable_grad():
-            at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
-            columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, _dense(forest.sequence_T))
-            old_N, advantage_N, weight_N, sequence_N = (
-                torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
-            )
-            reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
-            logprob_T, entropy_T = self.policy.score(forest)
-            logprob_N = logprob_T[at_N]
-            tokens = Tokens(logprob_N, old_N, advantage_N, sequence_N, reference_N)
-            loss_N, per_token = self.algorithm.loss(tokens, self.config)
-            loss = (weight_N.double() * loss_N).sum()
+            loss, tokens, per_token = self._loss(forest)
             loss.backward()
         sums = {name: values_N.sum(dtype=torch.float64).item() for name, values_N in per_token.items()}
-        difference_N = (logprob_N.detach() - old_N).double()  # of the token that was sampled: trainer minus sampler
+        difference_N = (tokens.logprob_N.detach() - tokens.old_N).double()  # trainer minus sampler
         return sums | {
             "loss": loss.item(),
-            "entropy": entropy_T[at_N].sum(dtype=torch.float64).item(),
             "mismatch_mean": difference_N.abs().sum().item(),
             "mismatch_max": difference_N.abs().max().item(),
             # k3 estimate of KL(sampler || trainer)
             "mismatch_kl": (difference_N.exp() - difference_N - 1).sum().item(),
             "ratio_max": (difference_N.exp() - 1).abs().max().item(),
-            "tokens": float(len(at_N)),
+            "tokens": float(len(difference_N)),
         }
+
+    def _loss(self, forest: Forest) -> tuple[torch.Tensor, Tokens, dict[str, torch.Tensor]]:
+        """The loss of a micro-batch, the tokens that it is of, and values per token for the metrics."""
+        at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
+        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, _dense(forest.sequence_T))
+        old_N, advantage_N, weight_N, sequence_N = (
+            torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
+        )
+        reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
+        logprob_T, entropy_T = self.policy.score(forest)
+        tokens = Tokens(logprob_T[at_N], old_N, advantage_N, sequence_N, reference_N)
+        loss_N, per_token = self.algorithm.loss(tokens, self.config)
+        return (weight_N.double() * loss_N).sum(), tokens, {**per_token, "entropy": entropy_T[at_N]}
 
     def _apply(self, rate: float, loss: float, version: int) -> float:
         """Clip and step, unless something is not finite. Returns the global gradient norm before clipping."""

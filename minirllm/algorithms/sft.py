@@ -1,0 +1,34 @@
+"""Supervised fine-tuning: the likelihood of given answers. Not in the table: it takes no rewards (see minirllm.sft).
+
+Owns: its loss. Does not know: where answers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minirllm.algorithms import Group, Loss, Tokens, refuse
+from minirllm.config import Config
+
+WITHOUT_EFFECT = (
+    "norm_std", "inner_epochs", "clip_low", "clip_high", "dual_clip", "kl_beta", "kl_estimator", "overlong_buffer",
+    "mask_truncated", "loss_aggregation",
+)  # fmt: skip
+
+
+class SFT:
+    """Cross-entropy; every token of every answer weighs the same."""
+
+    def validate(self, config: Config) -> None:
+        """Raises ConfigError for the options of reinforcement learning."""
+        refuse("sft", config, *WITHOUT_EFFECT)
+
+    def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
+        """Ones: whatever is given is good."""
+        return [np.ones(len(group.rewards_G)) for group in groups]
+
+    def loss(self, tokens: Tokens, config: Config) -> Loss:
+        """``-log p(token)``."""
+        return -tokens.logprob_N, {}
