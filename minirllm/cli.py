@@ -1,11 +1,7 @@
-"""The command line: ``minirllm train | eval | serve | model | show | replay | diff | harness``.
+"""The command line: ``minirllm train | sft | eval | serve | model | show | replay | diff | harness``.
 
-Owns: options (made from Config's fields: one copy of their meaning), their precedence, how errors are shown. Does not
-know: how anything is done. What needs torch is imported when a command runs it, so that ``--help`` and ``show`` are
-fast.
-
-A value is the last of: Config's default, the task's DEFAULTS, the ``--config`` file, ``--set key=value``, its own flag.
-With ``--resume``, and for the model of a ``--checkpoint``, the run's ``config.toml`` stands above the task's DEFAULTS.
+Owns: the commands, how errors are shown. Does not know: how anything is done. What needs torch is imported when a
+command runs it, so that ``--help`` and ``show`` are fast.
 """
 
 from __future__ import annotations
@@ -14,10 +10,10 @@ import importlib
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import click
 
@@ -25,29 +21,7 @@ from minirllm import __version__, config, flow, watchdog
 from minirllm.config import FIELDS, Config
 from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
-
-TRAIN = (
-    "model", "harness", "sandbox", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature",
-    "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir",
-    "run", "trackers",
-)  # fmt: skip
-OUTSIDE = ("provider", "base_url", "key_env")
-SFT = (
-    "model", "steps", "seed", "batch_size", "lr", "lr_schedule", "warmup_steps", "lora_rank", "max_context", "eval_every",
-    "save_every", "determinism", "threads", "runs_dir", "run", "trackers",
-)  # fmt: skip
-EVAL = (
-    "model", *OUTSIDE, "harness", "sandbox", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism",
-    "threads", "data", "runs_dir",
-)  # fmt: skip
-SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
-FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
-TYPES = get_type_hints(Config)
-# what a checkpoint only fits with
-FROM_RUN = (
-    *("model", "max_context", "history", "matcher", "tool_syntax", "date"),
-    *("lora_rank", "lora_alpha", "lora_targets"),
-)
+from minirllm.options import EVAL, FROM_RUN, SERVE, SFT, TRAIN, chosen, flags
 
 
 class _Refusal(click.ClickException):
@@ -72,44 +46,6 @@ class _Group(click.Group):
             raise SystemExit(130) from None
 
 
-def _options(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The flags of these Config fields, in this order, then ``--config`` and ``--set``. A flag not given is None."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        others = ", ".join(name for name in FIELDS if name not in names)
-        command = click.option(
-            "--set",
-            "settings",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help=f"Any option; repeat it for more. Besides those above: {others}.",
-        )(command)
-        command = click.option(
-            "--config", "config_file", type=click.Path(path_type=Path), help="TOML file of options."
-        )(command)
-        for name in reversed(names):
-            flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-            default = FIELDS[name].default
-            text = FIELDS[name].metadata["doc"] + (f"  [default: {default}]" if default != "" else "")
-            kind = TYPES[name]
-            if get_origin(kind) is Literal:
-                kind = click.Choice(get_args(kind))
-            elif kind is bool:
-                flag += f"/--no-{name.replace('_', '-')}"
-            command = click.option(flag, name, type=kind, default=None, help=text)(command)
-        return command
-
-    return decorate
-
-
-def _config(
-    options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, run_defaults: Mapping[str, Any] | None = None
-) -> Config:
-    """The Config of a command's options; see the module's docstring for which value wins."""
-    flags = {name: value for name, value in options.items() if name in FIELDS}
-    return config.load(options["config_file"], options["settings"], flags, {**(defaults or {}), **(run_defaults or {})})
-
-
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="minirllm")
 def cli() -> None:
@@ -118,7 +54,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("task")
-@_options(TRAIN)
+@flags(TRAIN)
 @click.option(
     "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."
 )
@@ -126,13 +62,13 @@ def cli() -> None:
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
     """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name."""
     module = flow.load_task(task)
-    settings = _config(options, module.defaults)
+    settings = chosen(options, module.defaults)
     folder = settings.run_folder(module.name)
     if resume:
         if not folder.is_dir():
             raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
         own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
-        settings = replace(_config(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
+        settings = replace(chosen(options, module.defaults, own), run=folder.name, runs_dir=str(folder.parent))
     _prepare(settings.harness, quiet, module.own_agents)
     where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
     again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
@@ -156,7 +92,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
 
 @cli.command()
 @click.argument("data", type=click.Path(path_type=Path))
-@_options(SFT)
+@flags(SFT)
 @click.option("--val", type=click.Path(path_type=Path), help="Rows whose loss is measured and never learned from.")
 @click.option("--epochs", type=click.IntRange(1), help="How often each row is seen; sets --steps.")
 @click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the same options.")
@@ -166,16 +102,16 @@ def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | N
     of every assistant message is learned."""
     if epochs is not None and options["steps"] is not None:
         raise UserError("Give --epochs or --steps, not both.")
-    settings = _config(options)
+    settings = chosen(options)
     row = _module("sft").run(data, settings, val=val, epochs=epochs, resume=resume, quiet=quiet)
     if not quiet:
         folder = settings.run_folder(data.stem)
-        click.echo(f"Done after step {row['step']}. Weights: {folder / 'checkpoints'}; minirllm eval takes --checkpoint.")
+        click.echo(f"Done after step {row['step']}. Weights: {folder / 'checkpoints'}: give them to --checkpoint.")
 
 
 @cli.command("eval")
 @click.argument("task")
-@_options(EVAL)
+@flags(EVAL)
 @click.option(
     "--n", "n", type=click.IntRange(1), default=1, show_default=True, help="Rollouts per task: pass@1 to pass@n."
 )
@@ -198,7 +134,7 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
 
 
 @cli.command()
-@_options(SERVE)
+@flags(SERVE)
 @click.option(
     "--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]"
 )
@@ -370,9 +306,9 @@ def _with_checkpoint(
     options: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: str | None
 ) -> tuple[Config, Path | None]:
     """The Config, and the run or checkpoint folder; model and adapter default to those of the run it lies in."""
-    settings = _config(options, defaults)
+    settings = chosen(options, defaults)
     if settings.outside:  # a task's own model is one of ours
-        settings = _config(options, defaults, {"model": ""})
+        settings = chosen(options, defaults, {"model": ""})
     if checkpoint is None:
         return settings, None
     folder = Path(checkpoint)
@@ -382,7 +318,7 @@ def _with_checkpoint(
         place / "config.toml" for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()
     ]
     own = config.read_toml(files[0]) if files else {}
-    return _config(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
+    return chosen(options, defaults, {name: own[name] for name in FROM_RUN if name in own}), folder
 
 
 def _run(name: str, runs_dir: str) -> Path:

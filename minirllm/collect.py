@@ -22,7 +22,8 @@ WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampl
 
 
 def schedule(tasks: Sequence[T], config: Config, step: int) -> list[T]:
-    """The tasks (or whatever they are) of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a step repeats no task."""
+    """The tasks, or whatever they are, of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a
+    step repeats none."""
     size = min(config.batch_size, len(tasks))
     epoch, place = divmod(step - 1, len(tasks) // size)
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))

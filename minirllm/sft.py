@@ -3,8 +3,8 @@
 Owns: the rows, how a conversation becomes a token tree, the order of things in such a run. Does not know: tensors.
 
 A conversation is told to a session as an agent would tell it, and the "engine" behind it gives the very answers of the
-row: so its tokens, its templates, its tools and its branches are those of a rollout, every token of every assistant turn
-is trained on, the end of the turn included, and the update is the trainer's own.
+row. So its tokens and branches are those of a rollout; every token of every assistant turn is trained on, the end of
+the turn included; and the update is the trainer's own.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ async def train(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Fine-tune on the rows of `data`, writing ``runs_dir/run``; returns the last metrics row. `epochs` sets the number
-    of steps; the loss of `val` is measured every ``eval_every`` steps. Raises DataError, and what `train.train` does."""
+    of steps; the loss of `val` is measured every ``eval_every`` steps. Raises DataError, and as `train.train` does."""
     config = replace(config, date=config.date or datetime.date.today().isoformat())
     algorithm = SFT()
     algorithm.validate(config)
