@@ -191,8 +191,8 @@ class RunLog:
 def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     """One line: what was learned from, what was not, how fast. Leaves out what was not measured, and counts of zero."""
     parts = [f"step {row['step']}/{steps}"]
-    shown = (("loss", "loss"), ("val_loss", "held-out loss")) if row.get("reward_mean") is None else ()
-    parts += [f"{text} {_show(row, name, '.4f')}" for name, text in shown if row.get(name) is not None]
+    losses = {"loss": "loss", "val_loss": "held-out loss"} if row.get("reward_mean") is None else {}
+    parts += [f"{text} {_show(row, name, '.4f')}" for name, text in losses.items() if row.get(name) is not None]
     if row.get("reward_mean") is not None:
         parts.append(f"reward {_show(row, 'reward_mean', '.3f')} ± {_show(row, 'reward_std', '.2f')}")
     if row.get("eval_reward") is not None:
