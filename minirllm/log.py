@@ -191,8 +191,10 @@ class RunLog:
 def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     """One line: what was learned from, what was not, how fast. Leaves out what was not measured, and counts of zero."""
     parts = [f"step {row['step']}/{steps}"]
-    losses = {"loss": "loss", "val_loss": "held-out loss"} if row.get("reward_mean") is None else {}
-    parts += [f"{text} {_show(row, name, '.4f')}" for name, text in losses.items() if row.get(name) is not None]
+    if "groups" not in row:  # of fine-tuning
+        losses = {"loss": "loss"} if _count(row, "trained_tokens") else {}
+        losses |= {"val_loss": "held-out loss"} if "val_loss" in row else {}
+        parts += [f"{text} {_show(row, name, '.4f')}" for name, text in losses.items()]
     if row.get("reward_mean") is not None:
         parts.append(f"reward {_show(row, 'reward_mean', '.3f')} ± {_show(row, 'reward_std', '.2f')}")
     if row.get("eval_reward") is not None:
