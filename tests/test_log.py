@@ -92,8 +92,6 @@ def test_explain_leaves_out_what_was_not_measured_and_survives_what_is_not_finit
         log.explain({"step": 0, "eval_reward": 0.5, "eval_low": 0.4, "eval_high": 0.6}, 20)
         == "step 0/20 | held-out 0.500 [0.40, 0.60]"
     )
-    tuned = {"step": 2, "loss": 1.5, "trained_tokens": 40.0, "val_loss": 2.25}
-    assert log.explain(tuned, 2) == "step 2/2 | loss 1.5000 | held-out loss 2.2500"
     assert log.explain({"step": 20, "reward_mean": math.nan, "mismatch_max": 3.14e-5, "seconds_step": 3.0}, 20) == (
         "step 20/20 | reward nan ± ? | mismatch 3.1e-05"
     )

@@ -13,7 +13,7 @@ import torch
 from minirllm import sft, stack
 from minirllm.config import Config
 from minirllm.errors import ConfigError, DataError
-from minirllm.log import read_json, read_metrics
+from minirllm.log import explain, read_json, read_metrics
 from minirllm.models import tiny
 from minirllm.renderer import Renderer
 from minirllm.sft import Row, micro_batches, read_rows, told
@@ -170,3 +170,8 @@ async def test_options_of_rewards_are_refused(tmp_path: Path) -> None:
     config = Config(**{**TINY.to_dict(), "kl_beta": 0.1})
     with pytest.raises(ConfigError, match="kl_beta has no effect with sft"):
         await sft.train(rows_file(tmp_path, ROWS), config)
+
+
+def test_the_line_of_a_step() -> None:
+    row = {"step": 2, "loss": 1.5, "trained_tokens": 40.0, "val_loss": 2.25}
+    assert explain(row, 2) == "step 2/2 | loss 1.5000 | held-out loss 2.2500"
