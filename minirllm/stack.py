@@ -100,6 +100,7 @@ def facts(loaded: models.LoadedModel, policy: Policy, renderer: Renderer) -> dic
         "device": str(policy.device),
         "tool_syntax": renderer.template.syntax,
         "template_notes": list(renderer.notes),
+        "tool_calls_read_back": not renderer.problem,
     }
 
 

@@ -122,6 +122,8 @@ PROPERTIES = {
         ("n", "twelve", '"twelve"'),  # not what the schema asks for: the agent gets to see it
         ("n", "NaN", '"NaN"'),
         ("n", "9" * 5000, '"' + "9" * 5000 + '"'),
+        ("l", "[" * 99 + "]" * 99, "[" * 99 + "]" * 99),
+        ("l", "[" * 101 + "]" * 101, '"' + "[" * 101 + "]" * 101 + '"'),
         ("n", '{"a":' * 5000, json.dumps('{"a":' * 5000)),
         ("b", "True", "true"),  # as templates write it
         ("b", "false", "false"),
@@ -141,6 +143,7 @@ def test_texts_mean_what_the_schema_says(name: str, text: str, value: str) -> No
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert typed([(name, text)], [tool], "f") == f'{{"{name}": {value}}}'
     assert typed([(name, text), (name, text)], [tool], "f") is None
+    assert typed([("l", "[" * 100 + "]" * 100)], [tool], "f") is None
 
 
 RING = {"n": {"$ref": "#/$defs/n"}}

@@ -286,14 +286,16 @@ def test_a_syntax_can_be_asked_for() -> None:
 DEAF = ToolSyntax(("<tool_call>",), "</tool_call>", lambda text, tools: None, lambda calls: "<tool_call>no</tool_call>")
 
 
-async def test_what_cannot_be_read_back_is_said_once_and_written_down(tmp_path: Any) -> None:
+@pytest.mark.parametrize("syntax", ["auto", f"{__name__}:DEAF"])
+async def test_what_cannot_be_read_back_is_said_once_and_written_down(tmp_path: Any, syntax: str) -> None:
     said: list[str] = []
-    config = Config(model="tiny", tool_syntax=f"{__name__}:DEAF", runs_dir=str(tmp_path), determinism="off")
+    config = Config(model="tiny", tool_syntax=syntax, runs_dir=str(tmp_path), determinism="off")
     async with stack.serving(config, say=said.append) as served:
         warnings = [sentence for sentence in said if sentence.startswith("Tool calls cannot be read back")]
-        assert len(warnings) == 1
-        assert warnings[0] in served.facts["template_notes"]
-        assert served.facts["tool_syntax"] == config.tool_syntax
+        assert served.facts["tool_calls_read_back"] == (syntax == "auto")
+        assert served.facts["tool_syntax"] == ("hermes" if syntax == "auto" else syntax)
+        assert [note for note in served.facts["template_notes"] if note.startswith("Tool calls")] == warnings
+        assert len(warnings) == (syntax != "auto")
 
 
 def test_a_tokenizer_that_changes_calls_is_found_out() -> None:

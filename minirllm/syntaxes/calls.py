@@ -51,6 +51,8 @@ class ToolSyntax:
         return (*self.opens, *([self.close] if self.close else []), *self.inner)
 
 
+MAX_DEPTH = 100  # of lists and objects in one another: deeper ones cannot be read back everywhere
+
 _DECODER = json.JSONDecoder(parse_constant=int)  # int("NaN") raises: the agent's own JSON parser would refuse it too
 
 
@@ -63,7 +65,19 @@ def json_value(text: str) -> Any:
         raise ValueError("nested too deeply") from None
     if end != len(text):
         raise ValueError("text after the JSON value")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _deep([value]):
+        raise ValueError("nested too deeply")
     return value
+
+
+def _deep(level: list[Any]) -> bool:
+    """Whether some of these values have more than `MAX_DEPTH` levels."""
+    for _ in range(MAX_DEPTH):
+        inner = (
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        )
+        level = [item for items in inner for item in items]
+    return any(isinstance(value, dict | list) for value in level)
 
 
 def json_text(value: Any) -> str:
@@ -116,13 +130,16 @@ def as_texts(call: ToolCall) -> list[tuple[str, str]]:
 def typed(members: Sequence[tuple[str, str]], tools: Tools, function: str) -> str | None:
     """The arguments, as JSON text, of (name, text) pairs whose texts mean what the function's schema says.
 
-    A text that is not what the schema asks for stays a string, for the agent to see. None: a name comes twice.
+    A text that is not what the schema asks for stays a string, for the agent to see. None: a name comes twice, or it is
+    all nested too deeply.
     """
     schema = _schema(tools, function)
     properties = schema.get("properties")
     declared = properties if isinstance(properties, dict) else {}
     pairs = [f"{json_text(key)}: {_typed(text, _types(declared.get(key), schema))}" for key, text in members]
-    return "{" + ", ".join(pairs) + "}" if len({key for key, _ in members}) == len(members) else None
+    arguments = "{" + ", ".join(pairs) + "}"
+    whole = len({key for key, _ in members}) == len(members) and parsed_arguments(arguments) is not None
+    return arguments if whole else None
 
 
 def _typed(text: str, types: set[str]) -> str:

@@ -11,10 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from minirllm.syntaxes.calls import Calls, Tools, is_name, json_value, parsed_arguments, sendable
+from minirllm.syntaxes.calls import MAX_DEPTH, Calls, Tools, is_name, json_value, parsed_arguments, sendable
 from minirllm.types import CallDelta
 
-MAX_DEPTH = 100  # of lists and objects in one another: deeper ones cannot be read back everywhere
 MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # of a call, and what they are
 
 _SPACE = re.compile(r"[ \t\r\n]*")
