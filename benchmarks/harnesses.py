@@ -20,7 +20,9 @@ from minirllm.machine import machine
 from minirllm.tools import harness as tools
 from minirllm.tools import install
 
-VARIANTS = ("pi:responses", "pi:messages")  # what a harness can also be asked for
+VARIANTS = tuple(
+    f"{name}:{dialect}" for name in ("opencode", "pi", "qwen-code") for dialect in ("messages", "responses")
+)  # what a harness can also be asked for
 
 
 def result(name: str) -> dict[str, object]:

@@ -6,10 +6,31 @@ from collections.abc import Callable, Iterable, Mapping
 
 from minirllm.config import nearest
 from minirllm.errors import ConfigError
+from minirllm.harness import Context
 from minirllm.types import ModelRequest
 
 #: What a program is told in its lean form, where it lets its own prompt be replaced.
 PROMPT = "You are a coding agent. Work on the task with the tools until it is done, then say so in a sentence."
+
+#: Loaded by Node before a program: its clock then shows the run's day, and the time that it is.
+CLOCK = """\
+const shift = Date.parse(process.env.MINIRLLM_DATE) - Math.floor(Date.now() / 86400000) * 86400000
+if (shift) {
+  const now = Date.now
+  globalThis.Date = new Proxy(Date, {
+    construct: (real, given, made) => Reflect.construct(real, given.length ? given : [now() + shift], made),
+    apply: (real) => new real(now() + shift).toString(),
+    get: (real, name) => (name === 'now' ? () => now() + shift : Reflect.get(real, name)),
+  })
+}
+"""
+
+
+def clock(context: Context) -> tuple[dict[str, str], dict[str, str]]:
+    """(environment, files) by which a program that runs on Node tells the model the run's date, not today's."""
+    if not context.date:
+        return {}, {}
+    return {"MINIRLLM_DATE": context.date, "NODE_OPTIONS": f"--require {context.home}/clock.cjs"}, {"clock.cjs": CLOCK}
 
 
 def guarded(instruction: str) -> str:

@@ -1,8 +1,9 @@
 """Anthropic's Claude Code: `claude -p` on the Messages dialect.
 
-Lean, it has one tool (Bash) and a prompt of about 540 tokens, of 12,000 as its users run it. It names the date and the
-working folder. Root needs IS_SANDBOX. When the window is full the lean form ends ("Prompt is too long", exit code 1);
-the full one asks for a summary first, and goes on from it. An answer cut at max_tokens makes it ask again, three times.
+Lean, it has one tool (Bash) and a prompt of about 550 tokens, of 12,000 as its users run it, in which nothing differs
+from run to run; the full form names date, folder and system. Root needs IS_SANDBOX. When the window is full the lean
+form ends ("Prompt is too long", exit code 1); the full one asks for a summary first, and goes on from it. An answer cut
+at max_tokens makes it ask again, three times.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def launch(context: Context) -> Launch:
         "API_TIMEOUT_MS": str(int(context.seconds * 1000)),
     }
     if not context.full:
-        argv += ["--bare", "--tools", "Bash"]
+        argv += ["--bare", "--tools", "Bash", "--system-prompt", npm.PROMPT]
         env |= {
             "CLAUDE_CODE_DISABLE_THINKING": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",

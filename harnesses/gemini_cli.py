@@ -1,8 +1,8 @@
 """Google's Gemini CLI: `gemini -p` on the Gemini dialect (`streamGenerateContent`), the only one it speaks.
 
 Lean, it has one tool (run_shell_command) and a prompt of about 800 tokens, of 12,000 as its users run it. It names the
-date and the working folder. It asks for temperature 1, top_p 0.95 and top_k 64, which training overrides. Without its
-settings file it exits with code 41.
+run's date and the working folder. It asks for temperature 1, top_p 0.95 and top_k 64, which training overrides. Without
+its settings file it exits with code 41.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ def launch(context: Context) -> Launch:
         "privacy": {"usageStatisticsEnabled": False},
         "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
     }
-    env = {
+    env, files = npm.clock(context)
+    env |= {
         "GEMINI_API_KEY": context.key,
         "GOOGLE_GEMINI_BASE_URL": context.url,
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
+        "GEMINI_CLI_NO_RELAUNCH": "true",
     }
-    files = {}
     if not context.full:
         settings["tools"] = {"core": ["run_shell_command"]}
         env["GEMINI_SYSTEM_MD"] = str(context.home / ".gemini/system.md")

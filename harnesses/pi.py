@@ -1,8 +1,8 @@
 """The coding agent pi: `pi -p`, in any of three dialects: `pi` (chat), `pi:responses`, `pi:messages`.
 
 Lean, it has one tool (bash) and a prompt of about 620 tokens, of 1,400 as its users run it, with read, edit and write.
-It names the date, the working folder and where it is installed. When the window is full the lean form ends (exit code
-1); the full one asks for a summary and goes on. Its exit code is 0 also when nothing was done.
+It names the run's date, the working folder and where it is installed. When the window is full the lean form ends (exit
+code 1); the full one asks for a summary and goes on. Its exit code is 0 also when nothing was done.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
             "reserveTokens": context.window // 8,  # its defaults are larger than small windows
             "keepRecentTokens": context.window // 4,
         }
-        files = {
+        env, files = npm.clock(context)
+        files |= {
             ".pi/agent/models.json": json.dumps({"providers": {"minirllm": provider}}, indent=2),
             ".pi/agent/settings.json": json.dumps({"compaction": compaction}, indent=2),
         }
         argv = [context.program("pi"), "--provider", "minirllm", "--model", context.model]
         if not context.full:
             argv += ["--tools", "bash"]
-        return Launch((*argv, "-p", npm.guarded(context.instruction)), env={"PI_OFFLINE": "1"}, files=files)
+        return Launch((*argv, "-p", npm.guarded(context.instruction)), env={**env, "PI_OFFLINE": "1"}, files=files)
 
     return launch
 

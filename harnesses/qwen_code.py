@@ -1,8 +1,8 @@
 """Qwen Code: `qwen -p`, in any of three dialects: `qwen-code` (chat), `qwen-code:responses`, `qwen-code:messages`.
 
 Lean, it has the tools run_shell_command, edit and read_file (without edit, its shell may not write) and a prompt of
-about 3,100 tokens, of 19,500 as its users run it. It holds the date and the working folder. After an empty answer it
-asks again, up to five times. A full window makes it ask for a summary and go on.
+about 3,100 tokens, of 19,000 as its users run it. It names the run's date and the working folder. After an empty answer
+it asks again, up to five times. A full window makes it ask for a summary and go on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def configured(dialect: str) -> Harness:
         dialect=npm.known("qwen-code", dialect, TYPES),
         npm=("@qwen-code/qwen-code@0.24.4",),
         requires=("node>=22",),
-        prompt="3.1k tokens; full 19.5k",
+        prompt="3.1k tokens; full 19k",
         launch=_launch(dialect),
         auxiliary=npm.side_calls({"summary": "You are the component that summarizes a conversation"}),
         script=(Call("run_shell_command", {"command": SHELL, "is_background": False}), "Done."),
@@ -40,11 +40,13 @@ def configured(dialect: str) -> Harness:
 def _launch(dialect: str) -> Callable[[Context], Launch]:
     def launch(context: Context) -> Launch:
         maker, url = ("ANTHROPIC", context.url) if dialect == "messages" else ("OPENAI", context.url_v1)
-        env = {
+        env, files = npm.clock(context)
+        env |= {
             f"{maker}_API_KEY": context.key,
             f"{maker}_BASE_URL": url,
             f"{maker}_MODEL": context.model,
             "QWEN_CODE_MAX_OUTPUT_TOKENS": str(context.max_tokens),
+            "QWEN_CODE_NO_RELAUNCH": "1",
             "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
         }
         argv = [context.program("qwen"), "--auth-type", TYPES[dialect], "-y"]
@@ -56,7 +58,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
             "general": {"disableAutoUpdate": True},
             "model": {"generationConfig": generation},
         }
-        files = {".qwen/settings.json": json.dumps(settings, indent=2)}
+        files[".qwen/settings.json"] = json.dumps(settings, indent=2)
         return Launch((*argv, "-p", npm.guarded(context.instruction)), env=env, files=files)
 
     return launch

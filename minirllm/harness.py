@@ -64,6 +64,7 @@ class Context:
     max_tokens: int = 4096  # of one answer
     seconds: float = 600.0  # until the deadline
     full: bool = False  # as its users run it, rather than in the leanest useful form
+    date: str = ""  # the run's, YYYY-MM-DD: programs that tell the model the date should tell it this one
     folder: Path = Path()  # where it is installed
     files: tuple[str, ...] = ()  # those of the task, by then in `work`
 
@@ -215,6 +216,7 @@ async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bo
             max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
             seconds=deadline.remaining(),
             full=full,
+            date=config.metadata.get("date", ""),
             folder=harness.folder,
             files=tuple(task.metadata.get("files", {})),
         )

@@ -182,6 +182,7 @@ class Runner:
                 "step": job.step,
                 "max_context": session.max_context,
                 "max_tokens": session.default_max_tokens,
+                "date": self.config.date,
             },
             is_validation=job.validation,
             sampling_params={"temperature": temperature},

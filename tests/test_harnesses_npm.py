@@ -49,6 +49,15 @@ def test_an_instruction_is_no_option_no_file_and_no_command(name: str, instructi
     assert "plain" in harness.find(name).launch(context("plain")).argv
 
 
+@pytest.mark.parametrize("name", ["pi", "qwen-code", "gemini-cli"])
+def test_a_run_without_a_date_leaves_the_clock_alone(name: str) -> None:
+    with_date, without = (harness.find(name).launch(context(date=date)) for date in ("2026-01-31", ""))
+    assert with_date.env["NODE_OPTIONS"] == "--require /home/clock.cjs"
+    assert with_date.env["MINIRLLM_DATE"] == "2026-01-31"
+    assert "clock.cjs" in with_date.files
+    assert "NODE_OPTIONS" not in without.env
+
+
 def test_opencode_is_given_its_instruction_without_quotes_or_numbers() -> None:
     text = '007 "two  words" -x'
     launch = harness.find("opencode").launch(context(text))
@@ -128,6 +137,22 @@ def test_the_real_program_makes_a_file_and_every_call_is_captured(name: str) -> 
     assert episode.metrics["extended"] == 1
     assert episode.metrics["drift"] == 0
     assert episode.metrics["auxiliary"] == 0
+
+
+def prompts_of(episode: Episode) -> list[list[int]]:
+    return [list(episode.tree.prompt_ids(step.node)) for step in steps_of(episode)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["claude-code", "pi"])
+def test_the_same_episode_asks_the_same_bit_for_bit_on_the_day_that_the_run_began(name: str) -> None:
+    one = installed(name)
+    first, second = (run(one, one.script, date="2026-01-31") for _ in range(2))
+    assert len(prompts_of(first)) == 2
+    assert prompts_of(first) == prompts_of(second)
+    said = steps_of(first)[0].messages[0].content
+    assert ("Current date: 2026-01-31" in said) == (name == "pi")
 
 
 OVERFLOW = [  # what a program says, and its exit code, when the window is full
