@@ -6,35 +6,17 @@ Skipped, and said so, only where no package registry can be reached. `make test-
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from minirllm import cli, harness
-from minirllm.errors import UserError
+from minirllm import cli
 from minirllm.tools import harness as tools
-from minirllm.tools import install
+from programs import installed
 
 ROOT = Path(__file__).parent.parent
-AWAY = re.compile(  # what pip and npm say when there is no registry, rather than no such package
-    r"from versions: none|No matching distribution|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|"
-    r"network|timed out|[Cc]onnection",
-)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def installed(name: str) -> harness.Harness:
-    """The harness, installed now if it was not."""
-    one = harness.find(name)
-    try:
-        install.ensure(one, print)
-    except UserError as error:
-        if not AWAY.search(str(error)):
-            raise
-        pytest.skip(f"{name} IS NOT TESTED: no registry to install it from ({error})")
-    return one
 
 
 def invoke(*args: str) -> Result:
