@@ -1,4 +1,4 @@
-"""The command line: ``minirllm train | sft | eval | serve | model | show | replay | diff | harness``.
+"""The command line: ``minirllm train | sft | eval | serve | dataset | model | show | replay | diff | harness``.
 
 Owns: the commands, how errors are shown. Does not know: how anything is done. What needs torch is imported when a
 command runs it, so that ``--help`` and ``show`` are fast.
@@ -213,6 +213,45 @@ def model_swap(profile: str, model: str) -> None:
     if not (profile or model):
         raise UserError("Swap to what? Name a profile of `minirllm model show`, or another --model.")
     click.echo(_module("providers.setup").swap(profile, model))
+
+
+@cli.group()
+def dataset() -> None:
+    """Make rows to learn from."""
+
+
+@dataset.command("from-eval")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file of JSON lines to write.")
+@click.option("--filter", default="solved", show_default=True, help="Tasks to take, e.g. 'solved and avg < 0.9'.")
+@click.option(
+    "--select",
+    type=click.Choice(("correct", "best", "best-n", "shortest", "all")),
+    default="correct",
+    show_default=True,
+    help="Which of a task's episodes.",
+)
+@click.option("--max-per-task", "most", type=click.IntRange(1), help="At most so many episodes of a task.")
+@click.option("--min-reward", type=float, help="Leave out episodes with less.")
+@click.option("--dedup", is_flag=True, help="Take equal conversations once.")
+@click.option("--val", type=click.Path(path_type=Path), help="Put the rows of some tasks here instead.")
+@click.option("--val-fraction", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="How many of them.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which tasks those are.")
+@click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
+def from_eval(
+    sources: tuple[str, ...], out: Path, val: Path | None, val_fraction: float, seed: int, runs_dir: str, **wanted: Any
+) -> None:
+    """Turn episodes of SOURCES (runs, or folders of `eval --output`) into conversations for `minirllm sft`."""
+    curate = _module("tools.curate")
+    folders = [Path(name) if Path(name).is_dir() else _run(name, runs_dir) for name in sources]
+    rows, tasks = curate.curate(folders, curate.Wanted(**wanted))
+    kept, held = curate.split(rows, val_fraction, seed) if val else (rows, [])
+    curate.write(out, kept)
+    said = f"{len(kept)} rows of {len({row['task_id'] for row in kept})} of {tasks} tasks in {out}"
+    if val is not None:
+        curate.write(val, held)
+        said += f", {len(held)} in {val}"
+    click.echo(said + (f"; learn from them: minirllm sft {shlex.quote(str(out))}" if kept else "; nothing was taken"))
 
 
 @cli.command()

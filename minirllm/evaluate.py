@@ -30,6 +30,7 @@ from minirllm.flow import TaskModule
 from minirllm.providers.serving import serving
 from minirllm.returns import mean_signals
 from minirllm.rollouts import Job, Runner
+from minirllm.store import EpisodeStore
 from minirllm.types import Episode, Task, TerminationReason
 
 Z = 1.959964  # 97.5 % point of the normal distribution
@@ -109,7 +110,7 @@ async def evaluate(
     on_done: Callable[[Episode], None] = lambda _: None,
     answered_by: Mapping[str, str] | None = None,
 ) -> EvalResult:
-    """Run `n` rollouts of each task and summarise. With `folder`, writes ``items.jsonl`` and ``summary.json`` there.
+    """Run `n` rollouts of each task and summarise. With `folder`, writes what `write` does there.
     `step` is how far training was: it names the episodes, and changes nothing about them. `answered_by` is for the
     result."""
     if n < 1 or not tasks:
@@ -207,10 +208,15 @@ def normal(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write(folder: Path, result: EvalResult) -> None:
-    """``items.jsonl`` and ``summary.json`` in `folder`. Raises UserError when they cannot be written."""
+    """``items.jsonl``, ``summary.json`` and, whole, ``episodes/`` in `folder`. Raises UserError when they cannot be
+    written."""
     lines = (json.dumps(item(episode), default=str) + "\n" for episode in result.episodes)
     write_whole(folder / "items.jsonl", "".join(lines))
     write_whole(folder / "summary.json", json.dumps(result.to_dict(), indent=1) + "\n")
+    store = EpisodeStore(folder / "episodes")
+    store.drop_after(-1)  # of an evaluation before this one
+    for episode in result.episodes:
+        store.append(0, episode)
 
 
 def item(episode: Episode) -> dict[str, Any]:

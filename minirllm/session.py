@@ -328,6 +328,7 @@ class Session:
             id=call_id,
             messages=flight.match.added,
             parent=parent.call_id if parent else None,
+            tools=[] if parent else shown_tools(request),
             response=message,
             metadata=dict(flight.metadata),
             node=node,

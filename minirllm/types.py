@@ -244,6 +244,7 @@ class Step:
     metadata: dict[str, Any] = field(default_factory=dict)  # of the session: "match", how its request was recognised
     messages: list[Message] = field(default_factory=list)  # only those that this call added to `parent`
     parent: str | None = None  # the call id this conversation continued
+    tools: list[dict[str, Any]] = field(default_factory=list)  # where one begins: what the model was told of
     response: Message | None = None
     node: int | None = None  # index in the episode's tree of the node whose end is this call's last token
     prompt_length: int = 0

@@ -207,6 +207,7 @@ class ProviderSession:
             metadata={**call.metadata, "model": read.model, "finish_reason": read.finish},
             messages=call.match.added,
             parent=parent.call_id if parent else None,
+            tools=[] if parent else shown_tools(call.request),
             response=message,
             prompt_length=read.usage.prompt,
             response_length=read.usage.sampled,

@@ -45,7 +45,7 @@ def body(request: ModelRequest, model: str, seed: int) -> dict[str, Any]:
     }
     return {
         "model": model,
-        "messages": [_message(message) for message in request.messages or []],
+        "messages": [message_json(message) for message in request.messages or []],
         "stream": True,
         "stream_options": {"include_usage": True},
         "seed": seed,
@@ -54,7 +54,7 @@ def body(request: ModelRequest, model: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _message(message: Message) -> dict[str, Any]:
+def message_json(message: Message) -> dict[str, Any]:
     """Reasoning is not sent back: most providers refuse it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
