@@ -56,7 +56,9 @@ OUTSIDE = {
 }
 
 # where a rollout becomes data, where a request becomes an error response, where a grader in its own process does
-BROAD = {"minirllm/rollouts.py", "minirllm/watchdog.py", "minirllm/server.py", "minirllm/rewards/process.py"}
+# or in the sandbox
+BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "rewards/process")}
+BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 MAX_CORE = 7200  # lines of code; the goal is 5,000, which is missed

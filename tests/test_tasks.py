@@ -19,7 +19,8 @@ from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task
 from tests.fake_engine import RENDERER, FakeEngine
 
-NAMES = ["addition", "countdown", "first_letter", "gsm8k", "guess_number", "make_file", "smoke", "uppercase"]
+NAMES = ["addition", "countdown", "first_letter", "gsm8k", "guess_number", "make_file", "python_function"]
+NAMES += ["smoke", "uppercase"]
 GARBAGE = ["", "?", "NO ANSWER!", "\ufffd\x00", "ZZZ 999999999", "É" * 5000]
 
 
@@ -91,6 +92,10 @@ REWARDS = {
     "make_file": (
         {"name": "a.txt", "text": "one two"},
         {"one two": 1, "one two\n": 1, "one  two": 0.5, " one two": 0.5, "one": 0.04, "?": 0, "": 0},
+    ),
+    "python_function": (
+        {"function": "f", "calls": [[[1], 2], [[2], 3]]},
+        {"def f(x): return x + 1": 1, "f = lambda x: 2": 0.25, "def f(x): return x": 0, "print(2)": 0},
     ),
     "smoke": ({}, {"abcd": 1, "ab1!": 0.5, "ab": 0.5, "ABCD": 0, "abcde": 0}),
 }

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the shared workload, in an environment of its own: prints one JSON line with seconds per step.
 
-    pip install torch==2.13.0 trl==1.16.0 peft
-    python benchmarks/peers/trl_steps.py MODEL_FOLDER --sentences 3 --steps 3
+pip install torch==2.13.0 trl==1.16.0 peft
+python benchmarks/peers/trl_steps.py MODEL_FOLDER --sentences 3 --steps 3
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's CPU build on the shared workload, in an environment of its own: tokens per second, as JSON.
 
-    python benchmarks/peers/vllm_rate.py MODEL_FOLDER --requests 8 32 [--out FILE]
+python benchmarks/peers/vllm_rate.py MODEL_FOLDER --requests 8 32 [--out FILE]
 """
 
 from __future__ import annotations

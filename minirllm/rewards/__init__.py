@@ -6,6 +6,7 @@ Owns: the names. Importing this package imports no reward; `process` runs evalua
 from __future__ import annotations
 
 REWARDS: dict[str, str] = {
+    "code": "minirllm.rewards.code:code",
     "countdown": "minirllm.rewards.countdown:countdown",
     "exact": "minirllm.rewards.exact:exact",
     "math": "minirllm.rewards.math:math",

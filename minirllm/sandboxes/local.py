@@ -38,7 +38,7 @@ from minirllm.files import cache_root
 from minirllm.sandboxes import MIB, WORK, Result, Sandbox, Spec, seccomp
 from minirllm.sandboxes.cgroup import Cgroup, end
 from minirllm.sandboxes.netns import Forward
-from minirllm.sandboxes.pipes import Ended, communicate
+from minirllm.sandboxes.pipes import Ended, close, communicate
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ ENV = {"PATH": "/usr/local/bin:/usr/bin:/usr/local/sbin:/usr/sbin:/bin", "HOME":
 class Local(Sandbox):
     """See the module."""
 
+    proven = False  # that it works here: tried once in a process
+
     def __init__(self, spec: Spec):
         super().__init__(spec)
         self.as_root = os.geteuid() == 0
@@ -76,9 +78,11 @@ class Local(Sandbox):
         if not self.as_root:
             logger.warning("not root: a local sandbox limits memory per process and disk per file only")
         await asyncio.to_thread(self._make)
-        probe = await self.execute(("/usr/bin/true",), timeout=20)
-        if probe.exit_code:
-            raise SandboxError(f"The local sandbox does not work here: {probe.stderr.strip()[-300:]}.")
+        if not Local.proven:
+            probe = await self.execute(("/usr/bin/true",), timeout=20)
+            if probe.exit_code:
+                raise SandboxError(f"The local sandbox does not work here: {probe.stderr.strip()[-300:]}.")
+            Local.proven = True
 
     def _make(self) -> None:
         self.bwrap = _bubblewrap()
@@ -206,7 +210,8 @@ class Local(Sandbox):
                 if process.returncode is None:  # without a group
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
+                await process.wait()
+                close(process)
                 await forward.close()
             return await asyncio.to_thread(call.result, ended)
         finally:

@@ -1,6 +1,6 @@
 """Talking to a program: all of its input, its output up to a limit, until it ends, floods or is out of time.
 
-Owns: `communicate`. Does not know: sandboxes, how a program is ended.
+Owns: `communicate`, `close`. Does not know: sandboxes, how a program is ended.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ async def communicate(process: asyncio.subprocess.Process, stdin: bytes, limit: 
         await asyncio.gather(*readers, feeder, waiter, return_exceptions=True)
     ended.stdout, ended.stderr = (bytes(kept[:limit]) for kept in outputs)
     return ended
+
+
+def close(process: asyncio.subprocess.Process) -> None:
+    """Let go of the pipes of a program that has ended; asyncio does so only for those that it has read to their end."""
+    process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from minirllm.errors import SandboxError
 from minirllm.files import cache_root
 from minirllm.sandboxes import WORK, Result, Sandbox
-from minirllm.sandboxes.pipes import communicate
+from minirllm.sandboxes.pipes import close, communicate
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Unsafe(Sandbox):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = await process.wait()
+            close(process)
         return Result(
             ended.stdout, ended.stderr, code if code >= 0 else 128 - code, ended.timed_out, flooded=ended.flooded
         )
