@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from minirllm import harness, watchdog
@@ -20,7 +21,7 @@ from minirllm.harness import PROOF, Call, Context, Harness, Turn
 from minirllm.policy import Policy
 from minirllm.rollouts import Job, Runner
 from minirllm.stack import serving
-from minirllm.types import Episode, Task
+from minirllm.types import Episode, SampledToken, Task
 
 #: Agent programs that people ask for and that no package registry carries whole.
 ELSEWHERE = {
@@ -30,6 +31,7 @@ ELSEWHERE = {
 }
 WINDOW, ANSWER, TURNS = 131_072, 4096, 40  # of a check: tokens, tokens of one answer, calls before it gives up
 SECONDS = 240.0
+SCORED = 2048  # tokens of a prompt after which a reply is scored: all 50,000 of some would take minutes
 INSTRUCTION = f"Create a file named {PROOF[0]} in the current folder. Its only line is: {PROOF[1].strip()}"
 
 
@@ -83,6 +85,9 @@ class CheckEngine(ScriptedEngine):
 
         super().__init__(policy, config, reply)
 
+    def _score(self, prompt: list[int], reply: list[int], temperature: float, top: int) -> list[SampledToken]:
+        return super()._score(prompt[-SCORED:], reply, temperature, top)
+
 
 def written(turn: Turn) -> str:
     """A turn as the tiny model would write it: its template has calls in Hermes' form."""
@@ -92,6 +97,10 @@ def written(turn: Turn) -> str:
     return "\n".join(
         f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>" for call in calls
     )
+
+
+def _digest(ids: list[int]) -> str:
+    return sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -104,6 +113,7 @@ class Report:
     problem: str = ""
     calls: int = 0
     prompt_tokens: int = 0  # of the first call
+    prompt_sha256: str = ""  # of its token ids: the same in another check if nothing in the prompt varies
     sampled_tokens: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -154,6 +164,7 @@ def judged(one: Harness, episode: Episode) -> Report:
         passed=bool(episode.reward),
         calls=len(steps),
         prompt_tokens=steps[0].prompt_length if steps else 0,
+        prompt_sha256=_digest(episode.tree.prompt_ids(steps[0].node)) if steps and steps[0].node is not None else "",
         sampled_tokens=sum(step.response_length for step in steps),
         counters={name: int(count) for name, count in episode.metrics.items() if name not in known},
         seconds=episode.metrics["seconds"],
