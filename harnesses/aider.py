@@ -7,10 +7,14 @@ a git repository's commits, for which it asks the model for a message, a side ca
 
 from __future__ import annotations
 
-from minirllm.harness import PROOF, Context, Harness, Launch
-from minirllm.types import ModelRequest
+from pathlib import Path
 
-COMMIT = "commit message"  # in the system prompt of a side call
+from minirllm.flow import import_path
+from minirllm.harness import PROOF, Context, Harness, Launch
+
+shared = import_path(Path(__file__).with_name("_npm.py"))
+
+COMMIT = "You are an expert software engineer that generates concise, one-line Git commit messages"
 
 
 def launch(context: Context) -> Launch:
@@ -23,12 +27,8 @@ def launch(context: Context) -> Launch:
         "OPENAI_API_KEY": context.key,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it waits for a list of prices
     }
-    return Launch((*argv, "--message", context.instruction, *context.files), env)
-
-
-def auxiliary(request: ModelRequest) -> str | None:
-    first = (request.messages or [])[:1]
-    return "commit message" if first and first[0].role == "system" and COMMIT in first[0].content.lower() else None
+    files = (f"--file={name}" for name in context.files)
+    return Launch((*argv, f"--message={shared.guarded(context.instruction)}", *files), env)
 
 
 HARNESS = Harness(
@@ -39,6 +39,6 @@ HARNESS = Harness(
     pip=("aider-chat==0.86.2",),
     prompt="0.8k tokens",
     launch=launch,
-    auxiliary=auxiliary,
+    auxiliary=shared.side_calls({"commit message": COMMIT}),
     script=(f"{PROOF[0]}\n```\n{PROOF[1]}```",),
 )

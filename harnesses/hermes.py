@@ -8,8 +8,12 @@ times.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
+
+shared = import_path(Path(__file__).with_name("_npm.py"))
 
 LEAST = 65_536  # tokens of a window that it accepts
 
@@ -22,9 +26,10 @@ def launch(context: Context) -> Launch:
         "api_key": context.key,
         "context_length": max(LEAST, context.window),
     }
-    argv = [context.program("hermes"), "-z", context.instruction, "-m", context.model, "--provider", "custom", "--yolo"]
+    argv = [context.program("hermes"), "-m", context.model, "--provider", "custom", "--yolo"]
     if not context.full:
         argv += ["-t", "terminal", "--ignore-rules"]
+    argv += ["-z", shared.guarded(context.instruction)]
     return Launch(tuple(argv), files={".hermes/config.yaml": json.dumps({"model": model}, indent=1)})  # JSON is YAML
 
 

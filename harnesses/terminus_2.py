@@ -1,15 +1,19 @@
 """Terminus-2, the agent of Terminal-Bench's authors (package harbor): keystrokes into a tmux terminal, JSON in text.
 
 0.8k tokens of prompt. It has no tools and no system prompt; a task is complete once the model has said so twice. Lean,
-it ends when the window is full; in full, it hands over to itself by a summary, which is part of its work and trained
-on. What a screen shows depends on how quick a command was, so runs may differ from each other. At most 50 turns.
+it ends when the window is full; in full, it hands over to itself by a summary, questions and answers, side calls.
+What a screen shows depends on how quick a command was, so runs may differ from each other. At most 50 turns.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from minirllm.flow import import_path
 from minirllm.harness import SHELL, Context, Harness, Launch
+
+shared = import_path(Path(__file__).with_name("_npm.py"))
 
 PROGRAM = '''\
 import asyncio, json, os, shutil
@@ -57,6 +61,11 @@ async def main():
 asyncio.run(main())
 '''
 TURNS = 50
+SUMMARIES = {
+    "summary": "You are about to hand off your work to another AI agent",
+    "questions": "You are picking up work from a previous AI agent",
+    "answers": "The next agent has a few questions for you",
+}
 
 
 def launch(context: Context) -> Launch:
@@ -98,5 +107,6 @@ HARNESS = Harness(
     requires=("tmux", "bash", "python>=3.12"),
     prompt="0.8k tokens",
     launch=launch,
+    auxiliary=shared.side_calls(SUMMARIES),
     script=(said(f"{SHELL}\n", complete=False), said("", complete=True), said("", complete=True)),
 )
