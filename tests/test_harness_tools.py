@@ -45,6 +45,15 @@ def test_every_harness_file_is_whole(path: Path) -> None:
         assert "INSTRUCTION" in shown
         assert "SESSION-KEY" in shown
         assert "sessions/SESSION" in shown
+        assert "SESSION-KEY" not in next(line for line in shown.splitlines() if line.startswith("command: "))
+
+
+@pytest.mark.parametrize("name", ["aider", "hermes", "kimi-cli"])
+@pytest.mark.parametrize("instruction", ["- a", "/compact", "--help"])
+def test_an_instruction_is_no_option_and_no_command(name: str, instruction: str) -> None:
+    home = Path("/e/home")
+    word = harness.find(name).launch(harness.Context(instruction, Path("/e/work"), home, "http://x", "key")).argv[-1]
+    assert word.removeprefix("--message=") in (f"\n{instruction}", f"Task: {instruction}")
 
 
 def test_what_is_shown_is_what_is_run() -> None:
