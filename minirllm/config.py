@@ -47,7 +47,7 @@ class Config:
     # who acts
     harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")
     harness_full: bool = option(False, "the harness as its users run it, not in its leanest form")
-    sandbox: str = option("", "where the agent works and is graded: local, local-unsafe, or module:attr")
+    sandbox: str = option("", "where the agent works and is graded: local, docker, local-unsafe, or module:attr")
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks per step", 1)

@@ -40,6 +40,7 @@ ROWS = [
 OUTSIDE = {
     "click": "cli options",
     "datasets": "",  # tasks only
+    "docker": "sandboxes",
     "gguf": "models",
     "huggingface_hub": "models",
     "math_verify": "rewards",

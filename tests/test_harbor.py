@@ -39,11 +39,13 @@ def make(tmp_path: Path) -> Any:
     return made
 
 
-async def tried(task: HarborTask | Path | str, agent: Agent, seconds: float = 60.0) -> dict[str, Any]:
+async def tried(
+    task: HarborTask | Path | str, agent: Agent, seconds: float = 60.0, kind: str = "local"
+) -> dict[str, Any]:
     if not isinstance(task, HarborTask):
         task = await asyncio.to_thread(read, FIXTURES / task)
-    trial.check(task, "local")
-    episode = await trial.run(task, agent, "local", AgentConfig("", "tiny", metadata={"timeout": seconds}))
+    trial.check(task, kind)
+    episode = await trial.run(task, agent, kind, AgentConfig("", "tiny", metadata={"timeout": seconds}))
     return episode.artifacts
 
 
@@ -155,6 +157,33 @@ async def test_a_working_folder_of_the_tasks_own(make: Any) -> None:
     task = make('environment.workdir = "/app/src"', {"environment/deep/given": "x", "tests/test.sh": "pwd; ls"})
     found = await tried(task, does("pwd; ls"))
     assert (found["ended"], found["harbor"]["tests"]) == ("said '/app/src\\ndeep\\n'", "/app/src\ndeep\n")
+
+
+@pytest.mark.docker
+async def test_tasks_with_images_run_in_docker(make: Any, docker_image: str) -> None:
+    dockerfile = f"FROM {docker_image}\nCOPY given /app/\nRUN echo built > /built\nENV OWN=image\nWORKDIR /app\n"
+    files = {
+        "environment/Dockerfile": dockerfile,
+        "environment/given": "given\n",
+        "tests/test.sh": 'cat /built given; if test "$(cat made)" = image; then echo 1; else echo 0; fi '
+        "> /logs/verifier/reward.txt",
+        "solution/solve.sh": "echo $OWN > made; setsid sleep 1000 & exit 1",
+    }
+    folder = make("agent.timeout_sec = 20\nenvironment.memory_mb = 256", files)
+    assert (await asyncio.to_thread(flow.load_task, folder)).defaults["sandbox"] == "docker"
+    solved = await tried(folder, oracle, kind="docker")
+    assert (solved["harbor"]["reward"], solved["harbor"]["tests"]) == (1.0, "built\ngiven\n")
+    assert (await tried(folder, nop, kind="docker"))["harbor"]["reward"] == 0.0
+    prebuilt = make(f'environment.docker_image = "{docker_image}"', name="prebuilt")
+    assert (await tried(prebuilt, does("pwd"), kind="docker"))["ended"] == "said '/work\\n'"
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", ["plain", "several", "json", "slow"])
+async def test_the_same_tasks_run_in_docker(name: str, docker_image: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minirllm.sandboxes.docker.IMAGE", docker_image)
+    assert (await tried(name, oracle, kind="docker"))["harbor"]["reward"] == 1.0
+    assert (await tried(name, nop, kind="docker"))["harbor"]["reward"] == 0.0
 
 
 # ---- rewards ----
@@ -273,9 +302,9 @@ def test_links_that_lead_out_are_refused(make: Any) -> None:
 @pytest.mark.parametrize(
     ("toml", "files", "sentence"),
     [
-        ("environment.docker_image = 'x:1'", {}, "needs the image x:1, which the sandbox local does not do"),
-        ("", {"environment/Dockerfile": "FROM x"}, "needs environment/Dockerfile, which the sandbox local"),
-        ("", {"environment/docker-compose.yaml": ""}, "needs environment/docker-compose.yaml"),
+        ("environment.docker_image = 'x:1'", {}, "needs the image x:1, and the sandbox local has no images"),
+        ("", {"environment/Dockerfile": "FROM x"}, "needs environment/Dockerfile, and the sandbox local"),
+        ("", {"environment/docker-compose.yaml": ""}, "needs environment/docker-compose.yaml, which no sandbox"),
         ("verifier.environment_mode = 'separate'", {}, "verifier with an environment of its own"),
         ("[verifier.environment]", {}, "verifier with an environment of its own"),
         ("agent.user = 'root'", {}, "names the user root, and the sandbox local has one user only"),
@@ -348,6 +377,6 @@ def test_the_command_line_evaluates_a_folder(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "mean reward 1.000" in evaluated("oracle")
-    assert "5 tasks x 1, 4 graded, 1 grading_error" in evaluated("oracle")
-    assert "mean reward 0.000" in evaluated("nop")
+    said = evaluated("oracle")
+    assert "mean reward 1.000" in said
+    assert "5 tasks x 1, 4 graded, 1 grading_error" in said

@@ -24,9 +24,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIRLLM_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(params=sorted(SANDBOXES))
+KINDS = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in sorted(SANDBOXES)]
+
+
+@pytest.fixture(params=KINDS)
 async def box(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    async with create(request.param, Spec(limits=LIMITS, env={"OWN": "of the sandbox"})) as sandbox:
+    image = request.getfixturevalue("docker_image") if request.param == "docker" else ""
+    async with create(request.param, Spec(limits=LIMITS, image=image, env={"OWN": "of the sandbox"})) as sandbox:
         yield sandbox
 
 
@@ -159,7 +163,7 @@ async def test_a_snapshot_is_the_files_as_they_were(box: Sandbox) -> None:
     async with create(name, Spec(snapshot=second, limits=LIMITS)) as later:
         assert (await later.run("cat file; ls", timeout=10)).stdout == "three\nfile\nlink\nnew\n"
     for wrong in ("absent", "../cache", ""):
-        with pytest.raises(SandboxError, match="no local"):
+        with pytest.raises(SandboxError, match=f"no {name} snapshot"):
             async with create(name, Spec(snapshot=wrong)):
                 pass
 

@@ -33,7 +33,7 @@ def load(path: Path) -> TaskModule:
     else:
         train = held_out = _tasks(path)
     every = list({task.folder: task for task in (*train, *held_out)}.values())
-    sandbox = "docker" if any(task.environment.needs for task in every) else "local"
+    sandbox = "docker" if any(task.environment.made_of for task in every) else "local"
     return TaskModule(
         name=path.name,
         flow=None,

@@ -53,7 +53,6 @@ class Environment:
 
     image: str = ""
     dockerfile: bool = False  # environment/Dockerfile
-    compose: bool = False
     files: Path | None = None  # environment/, where there is no image: it is laid into the working folder
     workdir: str = ""
     cpus: float | None = None
@@ -66,11 +65,9 @@ class Environment:
     other: str = ""  # what else it needs, which nothing here has
 
     @property
-    def needs(self) -> str:
-        """What only some sandboxes have."""
-        kinds = {"environment/docker-compose.yaml": self.compose, f"the image {self.image}": bool(self.image)}
-        kinds["environment/Dockerfile"] = self.dockerfile
-        return next((name for name, needed in kinds.items() if needed), "")
+    def made_of(self) -> str:
+        """What only sandboxes with images can start from; empty when any will do."""
+        return f"the image {self.image}" if self.image else "environment/Dockerfile" if self.dockerfile else ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class HarborTask:
     def seconds(self) -> float:
         """What all its phases may take together; an agent without a limit gets as long as a verifier."""
         each = (step.verifier_seconds + (step.agent_seconds or VERIFIER_SECONDS) for step in self.steps)
-        return sum(each) + 60.0 + (self.environment.build_seconds if self.environment.needs else 0.0)
+        return sum(each) + 60.0 + (self.environment.build_seconds if self.environment.made_of else 0.0)
 
 
 def read(folder: Path) -> HarborTask:
@@ -172,16 +169,15 @@ def _environment(table: Table, folder: Path) -> Environment:
     if network not in ("", "public", "no-network", "allowlist"):
         raise table.wrong("network_mode", "public, no-network or allowlist")
     other = [key for key in ("gpus", "tpu", "mcp_servers", "skills_dir") if table.values.get(key)]
+    other += [f"environment/{name}" for name in COMPOSE if (place / name).is_file()]
     if table.text("os", "linux") != "linux":
         other.append(f"os = {table.text('os')}")
     image = table.text("docker_image")
     dockerfile = not image and (place / "Dockerfile").is_file()
-    compose = any((place / name).is_file() for name in COMPOSE)
     return Environment(
         image=image,
         dockerfile=dockerfile,
-        compose=compose,
-        files=None if image or dockerfile or compose else _folder(place),
+        files=None if image or dockerfile else _folder(place),
         workdir=table.text("workdir"),
         cpus=table.number("cpus"),
         memory_mb=table.number("memory_mb") if "memory_mb" in table else _size(table, "memory"),

@@ -18,11 +18,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from minirllm import sandboxes
 from minirllm.errors import SandboxError, TaskError
 from minirllm.harbor.grading import Graded, combined, grade, missed, scalar, script
 from minirllm.harbor.task import Artifact, HarborTask, Health, Step, resolved
 from minirllm.place import read_files
-from minirllm.sandboxes import MIB, WORK, Limits, Sandbox, Spec, create
+from minirllm.sandboxes import MIB, Limits, Sandbox, Spec
 from minirllm.types import AgentConfig, Episode, Trajectory
 from minirllm.watchdog import Deadline
 
@@ -58,8 +59,8 @@ def check(task: HarborTask, kind: str) -> None:
     where, environment = f"Task {task.name} ({task.folder})", task.environment
     if environment.other:
         raise TaskError(f"{where} needs {environment.other}, which no sandbox here has.")
-    if environment.needs:
-        raise TaskError(f"{where} needs {environment.needs}, which the sandbox {kind} does not do.")
+    if environment.made_of and not sandboxes.kind(kind).images:
+        raise TaskError(f"{where} needs {environment.made_of}, and the sandbox {kind} has no images: take docker.")
     if environment.network == "allowlist":
         raise TaskError(f"{where} needs hosts on the network (network_mode), and sandboxes here have none.")
     for step in task.steps:
@@ -79,20 +80,26 @@ def spec(task: HarborTask) -> Spec:
         disk=int((environment.storage_mb or 0) * MIB) or usual.disk,
         cpus=environment.cpus or usual.cpus,
     )
-    return Spec(limits=limits, env=resolved(environment.env, f"{task.name}: [environment.env]"))
+    return Spec(
+        image=environment.image,
+        build=task.folder / "environment" if environment.dockerfile else None,
+        build_seconds=environment.build_seconds,
+        limits=limits,
+        env=resolved(environment.env, f"{task.name}: [environment.env]"),
+    )
 
 
 async def run(task: HarborTask, agent: Agent, kind: str, model: AgentConfig) -> Episode:
     """One trial, graded. Raises SandboxError when there was none."""
     deadline = Deadline(model.metadata.get("timeout", 600.0) - 1.0)
-    async with create(kind, spec(task)) as box:
+    async with sandboxes.create(kind, spec(task)) as box:
         return await _Trial(task, agent, model, box, deadline).run()
 
 
 class _Trial:
     def __init__(self, task: HarborTask, agent: Agent, model: AgentConfig, box: Sandbox, deadline: Deadline):
         self.task, self.agent, self.model, self.box, self.deadline = task, agent, model, box, deadline
-        self.cwd = task.environment.workdir or WORK
+        self.cwd = task.environment.workdir or box.work
         self.artifacts: dict[str, Any] = {}
 
     async def run(self) -> Episode:

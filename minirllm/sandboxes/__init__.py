@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Self
 
 from minirllm.config import find
-from minirllm.errors import SandboxError
+from minirllm.errors import ConfigError, SandboxError
 
 MIB = 2**20
 BASH = "/usr/bin/bash"  # not /bin/bash, nor from PATH: an agent may have put another one there
@@ -41,9 +41,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Spec:
-    """What to start. `snapshot` is an id that the same backend gave; None: an empty work folder on the base system."""
+    """What to start. `snapshot` is an id that the same backend gave; None: an empty work folder on the base system, or
+    on an image, where the backend has images."""
 
     snapshot: str | None = None
+    image: str = ""
+    build: Path | None = None  # a folder with a Dockerfile, of which the image is built
+    build_seconds: float = 600.0  # for having the image, built or fetched
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)  # of every command
     forward: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a port inside -> (host, port) out here
@@ -73,6 +77,7 @@ class Sandbox(ABC):
     """An ``async with`` block: entered it is running, left it is gone with all that ran in it."""
 
     work = WORK  # where relative paths and commands begin
+    images = False  # it can be made of an image
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -165,15 +170,23 @@ class Sandbox(ABC):
 
 
 SANDBOXES: dict[str, str] = {
+    "docker": "minirllm.sandboxes.docker:Docker",
     "local": "minirllm.sandboxes.local:Local",
     "local-unsafe": "minirllm.sandboxes.unsafe:Unsafe",
 }
 
 
+def kind(name: str) -> type[Sandbox]:
+    """The class of this name. Raises ConfigError when there is none."""
+    found: type[Sandbox] = find("sandbox", name, SANDBOXES)
+    return found
+
+
 def create(name: str, spec: Spec | None = None) -> Sandbox:
-    """A sandbox of this kind, not started yet. Raises ConfigError when there is no such kind."""
-    kind: Any = find("sandbox", name, SANDBOXES)
-    made: Sandbox = kind(spec or Spec())
+    """A sandbox of this kind, not started yet. Raises ConfigError when there is no such kind, or it has no images."""
+    made = kind(name)(spec or Spec())
+    if not made.images and (made.spec.image or made.spec.build):
+        raise ConfigError(f"The sandbox {name} has no images: take docker.")
     return made
 
 

@@ -1,0 +1,264 @@
+"""A sandbox in a container of any engine that speaks Docker's API (podman, too).
+
+Owns: `Docker`. Does not know: what runs in it, how an engine isolates.
+
+The container has no network, no capabilities, no new privileges, and limits of memory, processes and CPU; of disk for
+each file only, as most engines' storage has no quota. Its first process only waits; each command is an exec of its own.
+On an engine of this machine, and as root, a command's processes are a control group below the container's: all of them
+end with it, whatever they did. Elsewhere they are told by a variable in their environment, which a program can hide: it
+lives until the container is removed. Ports are forwarded in the first case only.
+
+A process that is killed leaves its containers behind; the next one on this machine removes them, by their label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from docker.errors import DockerException
+
+from minirllm.errors import SandboxError
+from minirllm.sandboxes import BASH, MIB, WORK, Result, Sandbox, Spec, engine
+from minirllm.sandboxes.cgroup import MOUNT, end
+from minirllm.sandboxes.netns import Forward
+
+IMAGE = "python:3.12-slim"  # where none is asked for
+MARK = "MINIRLLM_COMMAND"
+# it waits until it is where its limits are, and until nobody can have missed its first output
+BEGIN = 'read -r _ || exit 125; exec "$@"'
+HUNT = """
+for round in {1..100}; do
+    found=
+    for place in /proc/[0-9]*; do
+        if grep -qzxF "$1" "$place/environ" 2> /dev/null; then kill -9 "${place#/proc/}"; found=1; fi
+    done
+    [ "$found" ] || exit 0
+done
+"""
+POLL = 0.25  # seconds between questions whether a command that keeps its outputs open has ended
+LAST = 5.0  # seconds that killed processes may take to go
+BUILDERS = ThreadPoolExecutor(4, "image")
+
+
+class Docker(Sandbox):
+    """See the module. `Spec.image` and `Spec.build` say of what it is made."""
+
+    images = True
+
+    def __init__(self, spec: Spec):
+        super().__init__(spec)
+        self.api: Any = None
+        self.host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        self.container = ""
+        self.pid = 0  # of its first process, as this machine sees it; 0 on another machine, or without root
+        self._forward = Forward({})
+
+    async def start(self) -> None:
+        """See `Sandbox.start`."""
+        self.api = await asyncio.to_thread(engine.client, self.host)
+        await asyncio.to_thread(engine.clear, self.api, self.host)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.spec.build_seconds):
+                image = await loop.run_in_executor(BUILDERS, self._image)
+        except TimeoutError:
+            raise SandboxError(f"The image was not there within {self.spec.build_seconds:.3g} s.") from None
+        await asyncio.to_thread(self._make, image)
+        if self.spec.forward and not self.pid:
+            raise SandboxError("Ports are forwarded only by root into containers of an engine on this machine.")
+
+    def _image(self) -> str:
+        return engine.image(self.api, self.spec.snapshot, self.spec.build, self.spec.image or IMAGE)
+
+    def _make(self, image: str) -> None:
+        limits = self.spec.limits
+        with engine.told("The container cannot be started"):
+            self.work = self.api.inspect_image(image)["Config"].get("WorkingDir") or WORK
+            host = self.api.create_host_config(
+                init=True, network_mode="none", cap_drop=["ALL"], security_opt=["no-new-privileges"],
+                mem_limit=limits.memory, memswap_limit=limits.memory, pids_limit=limits.processes + 1,
+                nano_cpus=int(limits.cpus * 1e9), shm_size=64 * MIB,
+                ulimits=[{"Name": name, "Soft": n, "Hard": n} for name, n in (("fsize", limits.disk), ("core", 0))],
+            )  # fmt: skip
+            self.container = self.api.create_container(
+                image, entrypoint=[BASH, "-c", "exec sleep infinity"], command=[], host_config=host,
+                working_dir=self.work, labels={engine.OWNER: engine.owner()}, hostname="sandbox",
+            )["Id"]  # fmt: skip
+            self.api.start(self.container)
+            pid = self.api.inspect_container(self.container)["State"]["Pid"]
+        self.pid = pid if os.geteuid() == 0 and self._group(pid) else 0
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        await self._forward.close()
+        if self.container:
+            container, self.container = self.container, ""
+            await asyncio.to_thread(engine.remove, self.api, container)
+        if self.api is not None:
+            api, self.api = self.api, None
+            await asyncio.to_thread(api.close)
+
+    async def snapshot(self) -> str:
+        """See `Sandbox.snapshot`. Its image has the label minirllm.snapshot."""
+
+        def commit() -> str:
+            with engine.told("The snapshot cannot be kept"):
+                kept: str = self.api.commit(self.container, changes=[f"LABEL {engine.SNAPSHOT}=1"])["Id"]
+                return kept
+
+        return await asyncio.to_thread(commit)
+
+    async def execute(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        output: int | None = None,
+    ) -> Result:
+        """See `Sandbox.execute`."""
+        if not self.container:
+            raise SandboxError("The sandbox is closed.")
+        if any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values(), cwd or "")):
+            raise SandboxError("A command, its folder and its variables have no NUL.")
+        if self._forward.ports != self.spec.forward:
+            await self._forward.close()
+            self._forward = Forward(self.spec.forward)
+            await self._forward.open(self.pid)
+        call = _Call(self, uuid.uuid4().hex)
+        try:
+            await asyncio.to_thread(call.create, argv, {**self.spec.env, **(env or {})}, cwd or self.work)
+            return await call.run(stdin, output or self.spec.limits.output, timeout)
+        finally:
+            await asyncio.shield(asyncio.to_thread(call.end))
+            call.close()
+
+    def _group(self, pid: int, controller: str = "pids") -> Path | None:
+        """The control group of a process of the container; None where it is not on this machine."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+                _, names, path = line.split(":", 2)
+                if self.container in path and (controller in names.split(",") or not names):
+                    place = MOUNT / (controller if names else "") / path.lstrip("/")
+                    return place if place.exists() else None
+        return None
+
+    def _oom_kills(self) -> int:
+        """How often the kernel has ended a process for want of memory, as far as that is known."""
+        if group := self._group(self.pid, "memory") if self.pid else None:
+            name = "memory.oom_control" if (group / "memory.oom_control").exists() else "memory.events"
+            return int(dict(line.split() for line in (group / name).read_text().splitlines()).get("oom_kill", 0))
+        return int(self.api.inspect_container(self.container)["State"]["OOMKilled"])
+
+
+class _Call:
+    """One command: an exec, the connection to it, and the group of its processes. What is not async may block."""
+
+    def __init__(self, box: Docker, mark: str):
+        self.box, self.api, self.mark = box, box.api, mark
+        self.id = ""
+        self.group: Path | None = None
+        self.writer: asyncio.StreamWriter | None = None
+        self.oom_kills, self.over = 0, False
+
+    def create(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Prepare it."""
+        with engine.told("The command cannot be started"):
+            self.oom_kills = self.box._oom_kills()
+            self.id = self.api.exec_create(
+                self.box.container, [BASH, "-c", BEGIN, "_", *argv], stdin=True,
+                environment=[f"{name}={value}" for name, value in ({**env, MARK: self.mark}).items()], workdir=cwd,
+            )["Id"]  # fmt: skip
+
+    async def run(self, stdin: bytes, limit: int, timeout: float) -> Result:
+        """Until it has ended, or must be."""
+        reader, self.writer = await engine.attach(self.box.host, self.id)
+        outputs = {1: bytearray(), 2: bytearray()}
+        reading = asyncio.ensure_future(engine.collect(reader, outputs, limit))
+        if not await asyncio.to_thread(self._placed):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reading, LAST)
+            said = bytes(outputs[1] + outputs[2]).decode(errors="replace").strip()
+            raise SandboxError(f"The command cannot be started: {said[-300:]}.")
+        feeding = asyncio.ensure_future(engine.feed(self.writer, b"go\n" + stdin))
+        watching = asyncio.ensure_future(self._watch(reading))
+        timed_out = False
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.wait({watching, reading}, return_when=asyncio.FIRST_COMPLETED)
+                if not (reading.done() and reading.result()):
+                    await watching
+        except TimeoutError:
+            timed_out = True
+        finally:
+            feeding.cancel()
+            watching.cancel()
+            await asyncio.shield(asyncio.to_thread(self.end))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reading, LAST)
+            await asyncio.gather(feeding, watching, reading, return_exceptions=True)
+        flooded = reading.done() and not reading.cancelled() and reading.result()
+        kept = [bytes(outputs[stream][:limit]) for stream in (1, 2)]
+        code, oom = await asyncio.to_thread(self._ended)
+        return Result(kept[0], kept[1], 137 if timed_out or flooded else code, timed_out, oom, flooded)
+
+    def _placed(self) -> bool:
+        """Once it has a process, put that where it can be ended with all its children. False: it has none."""
+        with engine.told("The command cannot be started"):
+            until = time.monotonic() + LAST
+            while time.monotonic() < until:
+                state = self.api.exec_inspect(self.id)
+                if state["Running"] and state["Pid"]:
+                    break
+                if state["ExitCode"] is not None and not state["Running"]:
+                    return False
+                time.sleep(0.005)
+            else:
+                return False
+            if self.box.pid and (above := self.box._group(state["Pid"])):
+                self.group = above / f"command-{self.mark}"
+                self.group.mkdir()
+                (self.group / "cgroup.procs").write_text(str(state["Pid"]))
+            return True
+
+    async def _watch(self, reading: asyncio.Future[bool]) -> None:
+        """Until its first process has ended; one that closes its outputs may go on."""
+        while await asyncio.to_thread(lambda: self.api.exec_inspect(self.id)["Running"]):
+            if reading.done():
+                await asyncio.sleep(0.02)
+            else:
+                await asyncio.wait({reading}, timeout=POLL)
+
+    def end(self) -> None:
+        """Kill what the command started and wait until it is gone."""
+        over, self.over = self.over, True
+        if self.group is not None:
+            end(self.group)
+        elif self.id and not over:
+            with contextlib.suppress(DockerException):
+                hunt = self.api.exec_create(self.box.container, [BASH, "-c", HUNT, "_", f"{MARK}={self.mark}"])
+                self.api.exec_start(hunt["Id"])
+
+    def _ended(self) -> tuple[int, bool]:
+        """Its exit code, and whether memory was short."""
+        with engine.told("The command's end is not known"):
+            until = time.monotonic() + LAST
+            while (state := self.api.exec_inspect(self.id))["Running"] and time.monotonic() < until:
+                time.sleep(0.01)
+            code = state["ExitCode"]
+            return 137 if code is None else code, self.box._oom_kills() > self.oom_kills
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self.writer is not None:
+            self.writer.close()

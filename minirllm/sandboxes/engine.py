@@ -1,0 +1,171 @@
+"""Talking to a Docker engine: its client, an exec's raw connection, images, and who owns which container.
+
+Owns: those. Does not know: sandboxes, commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import threading
+from collections import defaultdict
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import APIError, DockerException, NotFound
+
+from minirllm.errors import SandboxError
+
+OWNER, SNAPSHOT = "minirllm.owner", "minirllm.snapshot"  # labels
+_building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+_cleared: set[str] = set()  # engines whose orphans are gone
+
+
+async def attach(host: str, id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Start an exec, and become its input and outputs: the connection is no HTTP any more."""
+    try:
+        if host.startswith("unix://"):
+            reader, writer = await asyncio.open_unix_connection(host.removeprefix("unix://"))
+        elif (match := re.fullmatch(r"(?:tcp|http)://(.+):(\d+)/?", host)) and not os.environ.get("DOCKER_TLS_VERIFY"):
+            reader, writer = await asyncio.open_connection(match[1], int(match[2]))
+        else:
+            raise SandboxError(f"The engine at {host} cannot be used: only unix:// and plain tcp:// sockets.")
+        body = json.dumps({"Detach": False, "Tty": False})
+        writer.write(
+            f"POST /exec/{id}/start HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise SandboxError(f"The engine does not answer: {error}.") from None
+    if " 101 " not in head.splitlines()[0] and " 200 " not in head.splitlines()[0]:
+        said = (await reader.read(2000)).decode(errors="replace")
+        writer.close()
+        raise SandboxError(f"The command cannot be started: {said.strip()[-300:]}.")
+    return reader, writer
+
+
+async def collect(reader: asyncio.StreamReader, outputs: dict[int, bytearray], limit: int) -> bool:
+    """Read both outputs until they end, or one is over the limit: True."""
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            stream, size = struct.unpack(">BxxxL", await reader.readexactly(8))
+            while size > 0:
+                piece = await reader.readexactly(min(size, 2**16))
+                size -= len(piece)
+                outputs[2 if stream == 2 else 1] += piece
+                if any(len(kept) > limit for kept in outputs.values()):
+                    return True
+    return False
+
+
+async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        writer.write(data)
+        await writer.drain()
+        writer.write_eof()
+
+
+class told(contextlib.AbstractContextManager[None]):
+    """What the engine says of a failure becomes a SandboxError."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, DockerException | OSError):
+            said = getattr(error, "explanation", None) or str(error)
+            raise SandboxError(f"{self.what}: {' '.join(str(said).split())[-500:]}.") from None
+
+
+def client(host: str) -> Any:
+    try:
+        if host.startswith("unix://"):
+            with socket.socket(socket.AF_UNIX) as tried:  # the package leaves one open where nobody answers
+                tried.connect(host.removeprefix("unix://"))
+        return docker.from_env(version="auto", timeout=120).api
+    except (DockerException, OSError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise SandboxError(f"No Docker engine answers at {host}: start one, or set DOCKER_HOST ({said}).") from None
+
+
+def image(api: Any, snapshot: str | None, build: Path | None, name: str) -> str:
+    """The image of a snapshot, else built of a folder, else of this name, fetched if need be."""
+    with told("The image cannot be had"):
+        if snapshot is not None:
+            with contextlib.suppress(APIError, ValueError):
+                if snapshot and (api.inspect_image(snapshot)["Config"].get("Labels") or {}).get(SNAPSHOT):
+                    return snapshot
+            raise SandboxError(f"There is no docker snapshot {snapshot!r}.")
+        if build is not None:
+            return _built(api, build)
+        try:
+            api.inspect_image(name)
+        except NotFound:
+            api.pull(*(name.rsplit(":", 1) if ":" in name.rpartition("/")[2] else (name, "latest")))
+        return name
+
+
+def _built(api: Any, context: Path) -> str:
+    """The image of a folder with a Dockerfile, by a name that only these files have. Built once."""
+    state = sha256()
+    for path in sorted(context.rglob("*")):
+        info = path.lstat()
+        state.update(f"{path.relative_to(context).as_posix()}\0{info.st_mode}\0".encode())
+        data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        state.update(sha256(data).digest())
+    name = f"minirllm/build:{state.hexdigest()[:24]}"
+    with _building[name]:
+        with contextlib.suppress(NotFound):
+            api.inspect_image(name)
+            return name
+        said = ""
+        for line in api.build(path=str(context), tag=name, rm=True, forcerm=True, decode=True):
+            if "error" in line:
+                why = f"{line['error'].strip()}. {said.strip()[-300:]}"
+                raise SandboxError(f"{context}/Dockerfile cannot be built: {why}")
+            said += line.get("stream", "")
+    return name
+
+
+@cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _began(pid: int) -> str:
+    """When a process began; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def owner() -> str:
+    """This process, as no other will ever be called."""
+    return f"{_boot()}:{os.getpid()}:{_began(os.getpid())}"
+
+
+def clear(api: Any, host: str) -> None:
+    """Remove the containers of processes of this machine that are no more. Once for each engine."""
+    if host in _cleared:
+        return
+    _cleared.add(host)
+    with told("The engine's containers cannot be listed"):
+        for found in api.containers(all=True, filters={"label": OWNER}):
+            boot, pid, began = [*found["Labels"][OWNER].split(":"), "", ""][:3]
+            if boot == _boot() and pid.isdigit() and _began(int(pid)) != began:
+                remove(api, found["Id"])
+
+
+def remove(api: Any, container: str) -> None:
+    with contextlib.suppress(NotFound), told("The container cannot be removed"):
+        api.remove_container(container, force=True, v=True)

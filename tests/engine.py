@@ -1,0 +1,122 @@
+"""A Docker engine of the tests' own, without any image registry: Debian's programs in a folder of the user's cache.
+
+`running()` starts one for a block, with its own data, and ends it; NoEngine says why there can be none here. Needs root
+and Debian's package mirror, once (some 80 MB). The image `local/py:1` is bash, coreutils and Python, made of packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+IMAGE = "local/py:1"
+PROGRAMS = "docker.io docker-cli containerd"  # of Debian 13; they run on 12, but for runc
+PACKAGES = """libc6 libc-bin base-files bash dash coreutils libacl1 libattr1 libselinux1 libpcre2-8-0 libgmp10 libssl3
+libtinfo6 grep sed findutils tar gzip diffutils procps libproc2-0 python3.11-minimal libpython3.11-minimal
+libpython3.11-stdlib zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1 libncursesw6 libreadline8
+libcrypt1 libgcc-s1 libstdc++6 libsystemd0 libcap2 libgcrypt20 libgpg-error0 liblz4-1 libzstd1 util-linux libblkid1
+libmount1 libsmartcols1 libudev1 libaudit1 libcap-ng0 libpam0g mawk"""
+
+INSTALL = r"""
+set -euo pipefail
+P=$1
+mkdir -p $P/apt/lists/partial $P/apt/cache/archives/partial $P/debs $P/root
+MIRROR=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | sort -u | grep -v security | head -1)
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $MIRROR trixie main" > $P/apt/sources.list
+A="-o Dir::Etc::sourcelist=$P/apt/sources.list -o Dir::Etc::sourceparts=- -o Dir::State::Lists=$P/apt/lists"
+A="$A -o Dir::Cache=$P/apt/cache -o APT::Sandbox::User=root -o Acquire::Languages=none -qq"
+apt-get $A update
+cd $P/debs
+apt-get $A download PROGRAMS
+apt-get -qq update
+apt-get -o APT::Sandbox::User=root -qq download runc tini
+for d in *.deb; do dpkg-deb -x $d $P/root; done
+rm -rf $P/debs $P/apt $P/root/usr/share
+
+R=$P/rootfs
+mkdir -p $P/debs $R/usr/bin $R/usr/sbin $R/usr/lib $R/usr/lib64
+mkdir -p $R/tmp $R/etc $R/root $R/proc $R/sys $R/dev $R/var/tmp $R/home
+for d in bin sbin lib lib64; do ln -s usr/$d $R/$d; done
+chmod 1777 $R/tmp $R/var/tmp
+cd $P/debs
+apt-get -o APT::Sandbox::User=root -qq download PACKAGES
+for d in *.deb; do dpkg-deb --fsys-tarfile $d | tar -x -C $R --keep-directory-symlink; done
+ln -sf python3.11 $R/usr/bin/python3
+ln -sf dash $R/usr/bin/sh
+echo 'root:x:0:0:root:/root:/bin/bash' > $R/etc/passwd
+echo 'agent:x:1000:1000:agent:/home/agent:/bin/bash' >> $R/etc/passwd
+printf 'root:x:0:\nagent:x:1000:\n' > $R/etc/group
+rm -rf $R/usr/share/doc $R/usr/share/locale $R/usr/share/man
+tar -C $R -c -f $P/rootfs.tar .
+rm -rf $P/debs $R
+"""
+
+
+class NoEngine(Exception):
+    """Why there can be none."""
+
+
+def _prefix() -> Path:
+    """The folder of programs and image, filled once."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
+    base.mkdir(parents=True, exist_ok=True)
+    prefix = base / "docker-engine-1"
+    with open(base / "docker-engine.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (prefix / "ok").exists():
+            shutil.rmtree(prefix, ignore_errors=True)
+            prefix.mkdir()
+            recipe = INSTALL.replace("PROGRAMS", PROGRAMS).replace("PACKAGES", " ".join(PACKAGES.split()))
+            done = subprocess.run(["bash", "-c", recipe, "_", prefix], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise NoEngine(f"its programs cannot be had: {done.stderr.strip()[-500:]}")
+            (prefix / "ok").touch()
+    return prefix
+
+
+@contextlib.contextmanager
+def running() -> Iterator[str]:
+    """The URL of a fresh engine with `IMAGE`. Raises NoEngine."""
+    if os.geteuid() or not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
+        raise NoEngine("it needs root on Debian")
+    prefix = _prefix()
+    home = Path(tempfile.mkdtemp(prefix="minirllm-engine-"))
+    url = f"unix://{home}/docker.sock"
+    env = {"PATH": f"{prefix}/root/usr/sbin:{prefix}/root/usr/bin:{os.environ['PATH']}", "DOCKER_HOST": url}
+    command = ["setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", home / "data", "--exec-root", home / "exec"]
+    command += ["-p", home / "pid", "-H", url, "--bridge=none", "--iptables=false", "--ip6tables=false"]
+    command += ["--ip-forward=false", "--ip-masq=false", "--userland-proxy=false"]
+    with open(home / "log", "w") as log:
+        daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            if daemon.poll() is not None or _docker(env, "version").returncode == 0:
+                break
+            time.sleep(0.25)
+        path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        done = _docker(env, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, str(prefix / "rootfs.tar"), IMAGE)
+        if done.returncode:
+            raise NoEngine(f"it does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
+        yield url
+    finally:
+        daemon.terminate()
+        try:
+            daemon.wait(30)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+        for line in Path("/proc/mounts").read_text().splitlines()[::-1]:
+            if (place := line.split()[1]).startswith(f"{home}/"):
+                subprocess.run(["umount", "--lazy", place], check=False, capture_output=True)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _docker(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], env=env, capture_output=True, text=True, check=False, timeout=120)
