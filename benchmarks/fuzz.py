@@ -5,8 +5,9 @@
 Owns: the requests (the i-th is a function of seed, i and the session: near-valid bodies of every dialect with something
 wrong in them, odd headers, paths and methods, broken HTTP), and the verdict. The server is a process of its own: the
 tiny model says a fixed text, everything else is what `minirllm serve` runs. Reported with the counts: the server's
-resident memory after each tenth of the requests. Exits with 1 when a request got a status of 500 or above, no answer
-within `PATIENCE`, or an error that is not JSON, or when memory grew by more than `GROWTH` in the second half.
+memory after each tenth of the requests, resident and in blocks of Python's objects. Exits with 1 when a request got a
+status of 500 or above, no answer within `PATIENCE`, or an error that is not JSON, or when memory grew by more than
+`GROWTH`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from minirllm.machine import machine
 
 ADMIN = "fuzz-admin"
 PATIENCE = 20.0  # seconds that an answer may take
-GROWTH = 0.01  # of resident memory, in the second half: in the first, buffers of rare sizes come to stay
+GROWTH = 0.1  # blocks of Python's memory a request, in the second half: what is kept for good comes in the first
 FRESH = 100  # requests that one session gets
 
 
@@ -209,15 +210,32 @@ def ask(url: str, method: str, path: str, key: str, body: Any = None) -> tuple[i
     return status, json.loads(text)
 
 
+@dataclass
+class Server:
+    """A server in a process of its own."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def memory(self) -> tuple[float, int]:
+        """(resident MiB, blocks that Python's objects take)."""
+        assert self.process.stdin is not None, "a pipe was asked for"
+        assert self.process.stdout is not None, "a pipe was asked for"
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        blocks = int(self.process.stdout.readline())
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1), blocks
+
+
 @contextmanager
-def serving() -> Iterator[tuple[str, int]]:
-    """(URL, process id) of a server of its own."""
+def serving() -> Iterator[Server]:
     command = [sys.executable, str(Path(__file__).with_name("fuzz_server.py")), ADMIN]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as child:
         assert child.stdout is not None, "a pipe was asked for"
-        yield child.stdout.readline().strip(), child.pid
+        yield Server(child.stdout.readline().strip(), child)
         child.communicate()
 
 
@@ -234,9 +252,10 @@ def run(requests: int, seed: int) -> dict[str, Any]:
     """Send them all, one after another."""
     problems: list[str] = []
     statuses: Counter[str] = Counter()
-    rss_mib: list[float] = []
+    memory: list[tuple[float, int]] = []
     began = time.monotonic()
-    with serving() as (url, pid):
+    with serving() as server:
+        url = server.url
         place = new_session(url)
         for i in range(requests):
             if i % FRESH == FRESH - 1:
@@ -254,8 +273,7 @@ def run(requests: int, seed: int) -> dict[str, Any]:
             if status == 201:  # a session that was asked for in a way that is right
                 ask(url, "DELETE", f"/admin/sessions/{quote(json.loads(body)['id'], safe='')}", ADMIN)
             if (i + 1) * 10 // requests > i * 10 // requests:
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                rss_mib.append(round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1))
+                memory.append(server.memory())
         hello = {"messages": [{"role": "user", "content": "hi"}]}
         place = new_session(url)
         last, _ = ask(url, "POST", f"/sessions/{quote(place.session, safe='')}/v1/chat/completions", place.key, hello)
@@ -264,8 +282,9 @@ def run(requests: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "statuses": dict(sorted(statuses.items())),
-        "rss_mib": rss_mib,
-        "growth": round(rss_mib[-1] / rss_mib[len(rss_mib) // 2 - 1] - 1, 4),
+        "rss_mib": [rss for rss, _ in memory],
+        "blocks": [blocks for _, blocks in memory],
+        "growth": round((memory[-1][1] - memory[len(memory) // 2 - 1][1]) / (requests / 2), 4),
         "good_request_afterwards": last,
         "problems": problems[:20],
         "problem_count": len(problems),
@@ -281,7 +300,7 @@ def broken(found: dict[str, Any]) -> list[str]:
     if found["good_request_afterwards"] != 200:
         said.append(f"afterwards a good request got {found['good_request_afterwards']}")
     if found["requests"] >= 5000 and found["growth"] > GROWTH:
-        said.append(f"memory grew by {found['growth']:.1%}")
+        said.append(f"memory grew by {found['growth']:.3g} blocks a request")
     return said
 
 
