@@ -71,6 +71,22 @@ async def test_daemons_end_with_their_command(box: Docker, here: bool) -> None:
         assert (await box.run("ps -eo args | grep -c '[4]321'", timeout=10)).stdout == "0\n"
 
 
+async def test_a_program_that_ends_everything_ends_no_sandbox(docker_image: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"heard")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, create("docker", Spec(image=docker_image, forward={80: ("127.0.0.1", port)})) as box:
+        for _ in range(2):
+            await box.run("echo kept >> file; kill -9 -1", timeout=20)
+            await asyncio.sleep(0.5)  # the engine hears of it
+            done = await box.run("cat file; cat < /dev/tcp/127.0.0.1/80", timeout=20)
+            assert (done.stdout[-5:], done.exit_code) == ("heard", 0), done
+        assert done.stdout == "kept\nkept\nheard"
+
+
 async def test_other_commands_go_on_when_one_is_ended(box: Docker) -> None:
     slow = asyncio.create_task(box.run("sleep 2; echo slow", timeout=20))
     quick = await asyncio.gather(*(box.run("echo quick; sleep 100", timeout=0.5) for _ in range(3)))

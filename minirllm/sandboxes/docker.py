@@ -92,6 +92,11 @@ class Docker(Sandbox):
                 image, entrypoint=[BASH, "-c", "exec sleep infinity"], command=[], host_config=host,
                 working_dir=self.work, labels={engine.OWNER: engine.owner()}, hostname="sandbox",
             )["Id"]  # fmt: skip
+        self._run()
+
+    def _run(self) -> None:
+        """Start the container, or start it again: a program can end all others in it."""
+        with engine.told("The container cannot be started"):
             self.api.start(self.container)
             pid = self.api.inspect_container(self.container)["State"]["Pid"]
         self.pid = pid if os.geteuid() == 0 and self._group(pid) else 0
@@ -131,6 +136,7 @@ class Docker(Sandbox):
             raise SandboxError("The sandbox is closed.")
         if any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values(), cwd or "")):
             raise SandboxError("A command, its folder and its variables have no NUL.")
+        await asyncio.to_thread(self._revive)
         if self._forward.ports != self.spec.forward:
             await self._forward.close()
             self._forward = Forward(self.spec.forward)
@@ -142,6 +148,14 @@ class Docker(Sandbox):
         finally:
             await asyncio.shield(asyncio.to_thread(call.end))
             call.close()
+
+    def _revive(self) -> None:
+        """Files outlive the container's first process, which any program in it can end."""
+        with engine.told("The container is gone"):
+            alive = self.api.inspect_container(self.container)["State"]["Running"]
+        if not alive:
+            self._forward.ports = {}  # they were in a network that is no more
+            self._run()
 
     def _group(self, pid: int, controller: str = "pids") -> Path | None:
         """The control group of a process of the container; None where it is not on this machine."""
