@@ -29,16 +29,10 @@ import numpy as np
 
 from minirllm.algorithms import Algorithm, Group
 from minirllm.config import Config
+from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
-from minirllm.returns import mean_signals
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
 from minirllm.types import Episode, Step, Trajectory
-
-#: What sessions and rollouts counted in ``Episode.metrics`` that a step's metrics add up.
-COUNTED = (
-    "branches", "rerendered", "unprovable", "edited", "reasked", "replayed", "aborted", "unclaimed_calls", "auxiliary",
-    "drift",
-)  # fmt: skip
 
 
 @dataclass
@@ -111,7 +105,7 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
 def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) -> Batch:
     """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
-    batch = Batch(metrics=_episode_metrics(episodes))
+    batch = Batch(metrics=episode_metrics(episodes))
     batch.auxiliary = {(e.id, step.id) for e in episodes for t in e.trajectories for step in t.steps if step.auxiliary}
     groups: dict[tuple[str, str], list[Member]] = {}
     for episode in episodes:
@@ -314,23 +308,3 @@ def pack(forests: Sequence[Forest], limit: int) -> list[Forest]:
         else:
             packed.append([forest])
     return [pack[0] if len(pack) == 1 else concatenate(pack) for pack in packed]
-
-
-def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What happened, over all episodes; rewards and signals over those that could be graded."""
-    graded = [episode for episode in episodes if episode.reward is not None]
-    rewards = np.array([episode.reward for episode in graded], np.float64)
-    steps = [step for episode in episodes for trajectory in episode.trajectories for step in trajectory.steps]
-    metrics = {
-        "episodes": float(len(episodes)),
-        "ungraded": float(len(episodes) - len(graded)),
-        "calls": float(len(steps)),
-        "truncated": float(sum(step.finish_reason == "length" for step in steps)),
-        "malformed_tool_calls": float(sum(step.response is not None and step.response.malformed for step in steps)),
-        **{name: float(sum(episode.metrics.get(name, 0) for episode in episodes)) for name in COUNTED},
-    }
-    if graded:
-        metrics |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
-    why = Counter(episode.termination_reason.value for episode in episodes if episode.reward is None)
-    metrics |= {f"ungraded/{reason}": float(count) for reason, count in sorted(why.items())}
-    return metrics | {f"signal/{name}": value for name, value in mean_signals(graded).items()}

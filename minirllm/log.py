@@ -26,6 +26,7 @@ from rich.text import Text
 
 from minirllm import trackers
 from minirllm.config import Config
+from minirllm.diagnostics import tripwires
 from minirllm.errors import UserError
 from minirllm.files import why, write_whole
 from minirllm.machine import machine
@@ -62,6 +63,7 @@ class RunLog:
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
         self._phase, self._phase_began = "", 0.0
+        self._rows: list[dict[str, Any]] = []  # of the steps so far
         self._exit = ExitStack()
         self._exit.enter_context(_lock(folder))
         with ExitStack() as undo:
@@ -120,7 +122,9 @@ class RunLog:
             write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         path = self.folder / METRICS
         rows = read_metrics(path) if path.exists() else []
-        write_whole(path, "".join(_line(row) for row in rows if row["step"] <= step))
+        kept = [row for row in rows if row["step"] <= step]
+        write_whole(path, "".join(map(_line, kept)))
+        self._rows = [row for row in kept if row["step"]]
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """One row, on disk when this returns; one line on the console, and a sentence when nothing could be learned.
@@ -145,6 +149,10 @@ class RunLog:
         self.say(explain(row, self.config.steps, self.level))
         if sentence := diagnose(row, self.config, str(self.folder)):
             self.warn(sentence)
+        if row["step"]:
+            self._rows.append(row)
+            for sentence in tripwires(self._rows):
+                self.warn(sentence)
 
     def say(self, sentence: str) -> None:
         """A line on the console, unless quiet."""

@@ -35,7 +35,7 @@ from minirllm.trainer import Trainer
 from minirllm.tree import Forest, TokenTree, merge
 from minirllm.types import Completion, Message, ModelRequest, SampledToken, SamplingParams, StopCheck
 
-NOT_OURS = ("mismatch_", "ratio_")  # metrics of a sampler, which there is none
+NOT_OURS = ("mismatch_", "ratio_", "effective_sample")  # metrics of a sampler, which there is none
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from minirllm.tree import Forest
 from minirllm.types import Completion
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
-MOVED = ("clip_fraction", "dual_clip_fraction", "kl_reference", "loss", "ratio_max")
+MOVED = ("clip_fraction", "dual_clip_fraction", "effective_sample", "kl_reference", "loss", "ratio_max", "ratio_off")
 STATE = ("step", "exp_avg", "exp_avg_sq")  # what torch keeps of a parameter, once it had a gradient: count, two means
 
 
@@ -138,6 +138,9 @@ class Trainer:
             # k3 estimate of KL(sampler || trainer)
             "mismatch_kl": (difference_N.exp() - difference_N - 1).sum().item(),
             "ratio_max": (difference_N.exp() - 1).abs().max().item(),
+            "ratio_off": difference_N.abs().exp().sum().item() - len(difference_N),
+            "ratio": difference_N.exp().sum().item(),
+            "ratio_squared": (2 * difference_N).exp().sum().item(),
             "tokens": float(len(difference_N)),
         }
 
@@ -247,4 +250,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Sums over tokens become means; the loss (weighted already) and maxima stay."""
     tokens = max(1.0, sums.pop("tokens", 0.0))
-    return {name: value if name == "loss" or name.endswith("_max") else value / tokens for name, value in sums.items()}
+    means = {name: value if name == "loss" or name.endswith("_max") else value / tokens for name, value in sums.items()}
+    # the share of tokens that would tell as much if all weighed alike: (sum r)^2 / (N sum r^2) (Kish 1965)
+    ratio, squared = means.pop("ratio"), means.pop("ratio_squared")
+    return {**means, "effective_sample": ratio**2 / squared if squared > 0 else 0.0}
