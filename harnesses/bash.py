@@ -5,7 +5,6 @@ Some 25 tokens of prompt besides the task, so it fits any window. At most 30 tur
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from minirllm.harness import SHELL, Context, Harness, Launch
@@ -15,7 +14,8 @@ PROGRAM = Path(__file__).with_name("_loop.py")
 
 def launch(context: Context) -> Launch:
     env = {**context.variables, "MINIRLLM_TURNS": "30", "MINIRLLM_SECONDS": "60"}
-    return Launch((sys.executable, "-I", str(PROGRAM), "bash"), env=env)
+    argv = (context.python, "-I", str(context.home / ".loop.py"), "bash")
+    return Launch(argv, env, {".loop.py": PROGRAM.read_text(encoding="utf-8")})
 
 
 HARNESS = Harness(

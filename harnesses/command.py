@@ -3,13 +3,13 @@
 The words behind the colon are split as a shell splits them, and run without one; ``{instruction}`` stands for the
 task's text, whole, within its word. The program finds the endpoint in its environment: OPENAI_BASE_URL, OPENAI_API_KEY,
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MINIRLLM_MODEL, MINIRLLM_INSTRUCTION. A relative path of a file that is there is
-taken from where minirllm was started; anything else is looked for on PATH. What it prints is its answer.
+taken from where minirllm was started; anything else is looked for on PATH. In a sandbox it sees its own file, and of
+what lies beside it nothing. What it prints is its answer.
 """
 
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from minirllm.errors import ConfigError
@@ -55,4 +55,4 @@ def printed(ended: Ended) -> str:
     return ended.stdout.strip()
 
 
-HARNESS = configured(shlex.join([sys.executable, "-c", DEMO]))
+HARNESS = configured(shlex.join(["python3", "-c", DEMO]))

@@ -45,7 +45,7 @@ def launch(context: Context) -> Launch:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it waits for a list of prices
         "ALLOW_SHORT_CONTEXT_WINDOWS": "true",
         "OPENHANDS_SUPPRESS_BANNER": "1",
-        "TMUX_TMPDIR": str(context.home.with_name("tmp")),
+        "TMUX_TMPDIR": str(context.tmp),
     }
     program = context.home / "run.py"
     return Launch((context.program("python"), str(program)), env, {program.name: PROGRAM})

@@ -6,7 +6,6 @@ command.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
@@ -16,7 +15,8 @@ PROGRAM = Path(__file__).with_name("_loop.py")
 
 def launch(context: Context) -> Launch:
     env = {**context.variables, "MINIRLLM_TURNS": "30", "MINIRLLM_SECONDS": "60"}
-    return Launch((sys.executable, "-I", str(PROGRAM), "react"), env=env)
+    argv = (context.python, "-I", str(context.home / ".loop.py"), "react")
+    return Launch(argv, env, {".loop.py": PROGRAM.read_text(encoding="utf-8")})
 
 
 HARNESS = Harness(

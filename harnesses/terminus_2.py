@@ -85,7 +85,7 @@ def launch(context: Context) -> Launch:
         **context.variables,
         "MINIRLLM_OPTIONS": json.dumps(options),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it waits for a list of prices
-        "TMUX_TMPDIR": str(context.home.with_name("tmp")),
+        "TMUX_TMPDIR": str(context.tmp),
         "SHELL": "/bin/bash",
     }
     shell = "PS1='$ '\n"  # no host, user or folder on the screen

@@ -326,10 +326,11 @@ def install_harness(name: str) -> None:
 @harness.command("check")
 @click.argument("name")
 @click.option("--full", is_flag=True, help="As its users run it, not in its leanest form.")
-def check_harness(name: str, full: bool) -> None:
+@click.option("--sandbox", default="", help=FIELDS["sandbox"].metadata["doc"])
+def check_harness(name: str, full: bool, sandbox: str) -> None:
     """Run NAME against a scripted model: exit code 0 when it changed a file and every call was captured, else 1."""
     _prepare(name)
-    report = _module("tools.harness").check(name, full)
+    report = _module("tools.harness").check(name, full, sandbox)
     click.echo(report)
     raise SystemExit(0 if report.passed else 1)
 

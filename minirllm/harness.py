@@ -8,8 +8,9 @@ A harness file is ``harnesses/<name>.py`` (or anything named as ``module:attr``,
 ``minirllm.harnesses``) with ``HARNESS = Harness(...)``. A file may also define ``configured(text) -> Harness``, for
 ``--harness NAME:text``. The fields of `Harness` say what it must bring; `launch` writes nothing and starts nothing.
 
-Exit code, the tails of what was printed and the text files of the work folder are in ``episode.artifacts``. Programs
-run with the rights of this user: nothing here is a sandbox.
+Exit code, the tails of what was printed and the text files of the work folder are in ``episode.artifacts``. A program
+runs with the rights of this user, unless it is put into a sandbox: there it sees itself and its interpreter, read-only,
+and reaches the session's endpoint and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
+from minirllm.sandboxes import WORK, create, program
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
 
@@ -66,6 +68,8 @@ class Context:
     full: bool = False  # as its users run it, rather than in the leanest useful form
     date: str = ""  # the run's, YYYY-MM-DD: programs that tell the model the date should tell it this one
     folder: Path = Path()  # where it is installed
+    tmp: Path = Path("/tmp")  # for temporary files
+    python: str = sys.executable  # for scripts of the harness's own; it has the standard library
     files: tuple[str, ...] = ()  # those of the task, by then in `work`
 
     @property
@@ -181,57 +185,94 @@ def agent(task: TaskModule, config: Config) -> AgentFlow:
     """Who acts in a run: the task's own agent, or ``config.harness``. Raises UserError when there is none to be had."""
     if task.host is not None:
         return task.host(config)
+    if config.harness:
+        return flow(find(config.harness), config.harness_full, config.sandbox)
     if config.sandbox:
-        raise ConfigError("Only Harbor task directories are run in a sandbox so far: leave --sandbox out.")
-    return flow(find(config.harness), config.harness_full) if config.harness else task.agent()
+        raise ConfigError(
+            "A sandbox is for an agent program: choose one, as in --harness bash, or leave --sandbox out."
+        )
+    return task.agent()
 
 
-def flow(harness: Harness, full: bool = False) -> AgentFlow:
+def flow(harness: Harness, full: bool = False, sandbox: str = "") -> AgentFlow:
     """An agent that runs the program. Raises UserError when it is not installed."""
     if not harness.installed:
         raise UserError(f"Harness {harness.name} is not installed: run `minirllm harness install {harness.name}`.")
 
     async def run(task: Task, config: AgentConfig) -> Episode:
-        return await episode(harness, task, config, full=full)
+        return await episode(harness, task, config, full=full, sandbox=sandbox)
 
     made = AgentFlow(run, harness.name, harness.auxiliary)
-    made.facts = {"harness": f"{harness.name} {harness.version}"}
+    made.facts = {"harness": f"{harness.name} {harness.version}"} | ({"sandbox": sandbox} if sandbox else {})
     return made
 
 
-async def episode(harness: Harness, task: Task, config: AgentConfig, *, full: bool = False) -> Episode:
+async def episode(
+    harness: Harness, task: Task, config: AgentConfig, *, full: bool = False, sandbox: str = ""
+) -> Episode:
     """One run of the program, which ended or was ended (TIMEOUT). Raises UserError when it could not be a run."""
     deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
+    inside = Context(
+        instruction=text_of(task),
+        work=Path(WORK),
+        home=Path(program.HOME),
+        tmp=Path("/tmp"),
+        url=config.base_url.removesuffix("/v1"),
+        key=config.api_key,
+        model=config.model,
+        window=config.metadata.get("max_context", Context.window),
+        max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
+        seconds=deadline.remaining(),
+        full=full,
+        date=config.metadata.get("date", ""),
+        folder=harness.folder,
+        python=program.PYTHON,
+        files=tuple(task.metadata.get("files", {})),
+    )
+    if sandbox:
+        return await _inside(harness, task, inside, sandbox, deadline)
     split = "eval" if config.is_validation else "train"
     place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
-        context = Context(
-            instruction=text_of(task),
-            work=place.work,
-            home=place.home,
-            url=config.base_url.removesuffix("/v1"),
-            key=config.api_key,
-            model=config.model,
-            window=config.metadata.get("max_context", Context.window),
-            max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
-            seconds=deadline.remaining(),
-            full=full,
-            date=config.metadata.get("date", ""),
-            folder=harness.folder,
-            files=tuple(task.metadata.get("files", {})),
+        context = replace(
+            inside, work=place.work, home=place.home, tmp=place.home.with_name("tmp"), python=sys.executable
         )
         launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
         env = environment(context, launch)
         for command in launch.before:
-            ended = await _run(command, env, context, deadline)
-            if ended is None or ended.code:
-                raise UserError(f"{harness.name} could not be prepared: {command[0]} {_ending(ended)}.")
+            _prepared(harness, command, await _run(command, env, context, deadline))
         ended = await _run(launch.argv, env, context, deadline)
         files, left_out = await asyncio.to_thread(read_files, place.work)
     finally:
         await asyncio.to_thread(place.close)
     return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+
+
+async def _inside(harness: Harness, task: Task, context: Context, kind: str, deadline: Deadline) -> Episode:
+    """The same in a sandbox, from which the session's endpoint can be reached, and nothing else."""
+    launch = await asyncio.to_thread(harness.launch, context)
+    names = [launch.argv[0], *(command[0] for command in launch.before), *harness.requires]
+    spec, path = await asyncio.to_thread(program.spec, names, context.folder, bins(context.folder), context.url)
+    env = {**environment(context, launch), "PATH": path, **launch.env}
+    async with create(kind, spec) as box:
+        await program.lay(box, task.metadata.get("files", {}), launch.files)
+
+        async def run(command: tuple[str, ...]) -> Ended | None:
+            done = await box.execute(command, timeout=deadline.remaining(), env=env, output=TAIL, tail=True)
+            ended = Ended(done.exit_code, done.stdout, done.stderr, context.work, context.home)
+            return None if done.timed_out else ended
+
+        for command in launch.before:
+            _prepared(harness, command, await run(command))
+        ended = await run(launch.argv)
+        files, left_out = await program.gather(box)
+    return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+
+
+def _prepared(harness: Harness, command: tuple[str, ...], ended: Ended | None) -> None:
+    if ended is None or ended.code:
+        raise UserError(f"{harness.name} could not be prepared: {command[0]} {_ending(ended)}.")
 
 
 def _told(harness: Harness, ended: Ended | None, artifacts: dict[str, Any], deadline: Deadline) -> Episode:
@@ -270,7 +311,7 @@ def environment(context: Context, launch: Launch) -> dict[str, str]:
     return {
         "PATH": path,
         "HOME": str(context.home),
-        "TMPDIR": str(context.home.with_name("tmp")),
+        "TMPDIR": str(context.tmp),
         "LANG": "C.UTF-8",
         "TZ": "UTC",
         "NO_PROXY": "*",

@@ -17,9 +17,10 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from minirllm.errors import TaskError, UserError
 
@@ -63,15 +64,8 @@ class Place:
 
     def fill(self, work: Mapping[str, str], home: Mapping[str, str]) -> None:
         """Write the task's files and the program's own. Raises TaskError for a path that leads out."""
-        for folder, files in ((self.work, work), (self.home, home)):
-            for name, text in files.items():
-                path = Path(os.path.normpath(folder / name))
-                if folder not in path.parents or not isinstance(text, str):
-                    raise TaskError(f"files: {name!r} must be a path below the work folder, and have a text.")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-                if text.startswith("#!"):
-                    path.chmod(0o755)
+        write_files(self.work, work)
+        write_files(self.home, home)
 
     def close(self) -> None:
         """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
@@ -91,22 +85,57 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_files(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """(relative path -> text, paths left out): the text files in order, within limits. Links are not followed."""
-    found: dict[str, str] = {}
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts below `folder`, those with ``#!`` executable. Raises TaskError for a path that leads out."""
+    for name, text in files.items():
+        path = Path(os.path.normpath(folder / name))
+        if folder not in path.parents or not isinstance(text, str):
+            raise TaskError(f"files: {name!r} must be a path below the work folder, and have a text.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if text.startswith("#!"):
+            path.chmod(0o755)
+
+
+class Listed(NamedTuple):
+    """A file that was found: its path below the folder, its bytes, whether it is a plain file."""
+
+    name: str
+    size: int
+    plain: bool
+
+    def order(self) -> list[tuple[bool, str]]:
+        """By which files are sorted: those of a folder before those in its folders."""
+        *folders, file = self.name.split("/")
+        return [*((True, folder) for folder in folders), (False, file)]
+
+
+def within_limits(listed: Iterable[Listed]) -> tuple[list[str], list[str]]:
+    """(paths to be kept, paths left out): plain files, within limits."""
+    chosen: list[str] = []
     left_out: list[str] = []
     room = MAX_BYTES
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for path in (Path(place) / file for file in sorted(files)):
-            info, name = path.lstat(), path.relative_to(folder).as_posix()
-            try:
-                if not stat.S_ISREG(info.st_mode) or info.st_size > min(MAX_FILE, room) or len(found) == MAX_FILES:
-                    raise ValueError
-                found[name] = path.read_bytes().decode()
-                room -= info.st_size
-            except (OSError, ValueError):
-                left_out.append(name)
-        if len(left_out) > MAX_FILES:
-            break
-    return found, left_out[:MAX_FILES]
+    for name, size, plain in listed:
+        if plain and size <= min(MAX_FILE, room) and len(chosen) < MAX_FILES:
+            chosen.append(name)
+            room -= size
+        else:
+            left_out.append(name)
+    return chosen, left_out[:MAX_FILES]
+
+
+def read_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """(relative path -> text, paths left out): the text files in order, within limits. Links are not followed."""
+    listed = []
+    for place, _, files in os.walk(folder):
+        for path in (Path(place) / file for file in files):
+            info = path.lstat()
+            listed.append(Listed(path.relative_to(folder).as_posix(), info.st_size, stat.S_ISREG(info.st_mode)))
+    chosen, left_out = within_limits(sorted(listed, key=Listed.order))
+    found: dict[str, str] = {}
+    for name in chosen:
+        try:
+            found[name] = (folder / name).read_bytes().decode()
+        except (OSError, ValueError):
+            left_out.append(name)
+    return found, sorted(left_out)

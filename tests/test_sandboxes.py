@@ -73,6 +73,13 @@ async def test_a_flood_is_cut_off(box: Sandbox) -> None:
     assert (await box.run("yes >&2", timeout=60)).flooded
 
 
+async def test_the_last_of_a_flood_is_kept_when_that_is_asked_for(box: Sandbox) -> None:
+    argv = ("/usr/bin/bash", "-c", "seq 200000; seq 300000 >&2; exit 3")
+    done = await box.execute(argv, timeout=60, output=1000, tail=True)
+    assert (done.flooded, done.exit_code, len(done.raw_stdout), len(done.raw_stderr)) == (False, 3, 1000, 1000)
+    assert done.stdout.endswith("199999\n200000\n")
+
+
 async def test_files_stay_and_processes_do_not(box: Sandbox) -> None:
     await box.run("echo kept > file; nohup sleep 300 > /dev/null 2>&1 & disown", timeout=10)
     done = await box.run("cat file; ps -eo args | grep -c '[s]leep 300'", timeout=10)

@@ -51,6 +51,7 @@ class Spec:
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)  # of every command
     forward: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a port inside -> (host, port) out here
+    binds: Mapping[str, str] = field(default_factory=dict)  # a file or folder out here -> its place inside, read-only
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,12 @@ class Sandbox(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        tail: bool = False,
     ) -> Result:
         """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
-        the sandbox's own, never this process's; `output` overrides the limit. Raises SandboxError when the sandbox
-        itself fails, never for what the program does."""
+        the sandbox's own, never this process's; `output` overrides the limit, and with `tail` so many of the last bytes
+        are kept, however many there were. Raises SandboxError when the sandbox itself fails, never for what the program
+        does."""
 
     @abstractmethod
     async def snapshot(self) -> str:

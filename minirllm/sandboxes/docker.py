@@ -86,6 +86,7 @@ class Docker(Sandbox):
                 init=True, network_mode="none", cap_drop=["ALL"], security_opt=["no-new-privileges"],
                 mem_limit=limits.memory, memswap_limit=limits.memory, pids_limit=limits.processes + 1,
                 nano_cpus=int(limits.cpus * 1e9), shm_size=64 * MIB,
+                binds={source: {"bind": place, "mode": "ro"} for source, place in self.spec.binds.items()},
                 ulimits=[{"Name": name, "Soft": n, "Hard": n} for name, n in (("fsize", limits.disk), ("core", 0))],
             )  # fmt: skip
             self.container = self.api.create_container(
@@ -130,6 +131,7 @@ class Docker(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        tail: bool = False,
     ) -> Result:
         """See `Sandbox.execute`."""
         if not self.container:
@@ -144,7 +146,7 @@ class Docker(Sandbox):
         call = _Call(self, uuid.uuid4().hex)
         try:
             await asyncio.to_thread(call.create, argv, {**self.spec.env, **(env or {})}, cwd or self.work)
-            return await call.run(stdin, output or self.spec.limits.output, timeout)
+            return await call.run(stdin, output or self.spec.limits.output, timeout, tail)
         finally:
             await asyncio.shield(asyncio.to_thread(call.end))
             call.close()
@@ -194,11 +196,11 @@ class _Call:
                 environment=[f"{name}={value}" for name, value in ({**env, MARK: self.mark}).items()], workdir=cwd,
             )["Id"]  # fmt: skip
 
-    async def run(self, stdin: bytes, limit: int, timeout: float) -> Result:
+    async def run(self, stdin: bytes, limit: int, timeout: float, tail: bool) -> Result:
         """Until it has ended, or must be."""
         reader, self.writer = await engine.attach(self.box.host, self.id)
         outputs = {1: bytearray(), 2: bytearray()}
-        reading = asyncio.ensure_future(engine.collect(reader, outputs, limit))
+        reading = asyncio.ensure_future(engine.collect(reader, outputs, limit, tail))
         if not await asyncio.to_thread(self._placed):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reading, LAST)

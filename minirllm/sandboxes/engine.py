@@ -53,16 +53,19 @@ async def attach(host: str, id: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-async def collect(reader: asyncio.StreamReader, outputs: dict[int, bytearray], limit: int) -> bool:
-    """Read both outputs until they end, or one is over the limit: True."""
+async def collect(reader: asyncio.StreamReader, outputs: dict[int, bytearray], limit: int, tail: bool) -> bool:
+    """Read both outputs until they end, or one is over the limit: True. With `tail` keep so many of the last bytes."""
     with contextlib.suppress(asyncio.IncompleteReadError, OSError):
         while True:
             stream, size = struct.unpack(">BxxxL", await reader.readexactly(8))
             while size > 0:
                 piece = await reader.readexactly(min(size, 2**16))
                 size -= len(piece)
-                outputs[2 if stream == 2 else 1] += piece
-                if any(len(kept) > limit for kept in outputs.values()):
+                kept = outputs[2 if stream == 2 else 1]
+                kept += piece
+                if tail:
+                    del kept[:-limit]
+                elif any(len(one) > limit for one in outputs.values()):
                     return True
     return False
 

@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from minirllm.errors import SandboxError
 from minirllm.files import cache_root
@@ -186,6 +186,7 @@ class Local(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        tail: bool = False,
     ) -> Result:
         """See `Sandbox.execute`."""
         if self._lock < 0:
@@ -204,7 +205,7 @@ class Local(Sandbox):
             try:
                 if self.spec.forward:
                     await call.connect(forward)
-                ended = await communicate(process, stdin, output or self.spec.limits.output, timeout)
+                ended = await communicate(process, stdin, output or self.spec.limits.output, timeout, tail)
             finally:
                 await asyncio.to_thread(call.end)
                 if process.returncode is None:  # without a group
@@ -226,6 +227,10 @@ class Local(Sandbox):
             options += ["--setenv", name, value]
         options += ["--bind", str(self.root), "/", "--ro-bind", "/usr", "/usr"]
         for source, place in [*self._shown, (str(self.folder / "etc"), "/etc"), *self._shown_etc]:
+            options += ["--ro-bind", source, place]
+        for source, place in self.spec.binds.items():
+            for above in reversed(PurePosixPath(place).parents[:-1]):
+                options += ["--perms", "0755", "--dir", str(above)]
             options += ["--ro-bind", source, place]
         options += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(MIB), "--tmpfs", "/dev/shm"]
         options += ["--remount-ro", "/dev", "--chdir", cwd, "--cap-drop", "ALL"]

@@ -22,7 +22,9 @@ class Ended:
     flooded: bool = False
 
 
-async def communicate(process: asyncio.subprocess.Process, stdin: bytes, limit: int, timeout: float) -> Ended:
+async def communicate(
+    process: asyncio.subprocess.Process, stdin: bytes, limit: int, timeout: float, tail: bool = False
+) -> Ended:
     """Until the program has ended, was silent for good, or must be ended, which is then the caller's to do.
 
     A program that closes its outputs has not ended; one that has ended may have left its outputs open.
@@ -34,7 +36,9 @@ async def communicate(process: asyncio.subprocess.Process, stdin: bytes, limit: 
     async def collect(stream: asyncio.StreamReader, kept: bytearray) -> None:
         while piece := await stream.read(PIECE):
             kept += piece
-            if len(kept) > limit:
+            if tail:
+                del kept[:-limit]
+            elif len(kept) > limit:
                 ended.flooded = True
                 return
 

@@ -30,8 +30,10 @@ class Unsafe(Sandbox):
 
     async def start(self) -> None:
         """See `Sandbox.start`."""
-        if self.spec.forward:
-            raise SandboxError("local-unsafe shares this machine's network: it forwards no ports.")
+        if self.spec.forward or self.spec.binds:
+            raise SandboxError(
+                "local-unsafe has this machine's network and files: it forwards no ports and binds nothing."
+            )
         logger.warning("local-unsafe isolates nothing: commands can do whatever this user can")
         self.work = await asyncio.to_thread(tempfile.mkdtemp, prefix="minirllm-unsafe-")
         if self.spec.snapshot is not None:
@@ -64,6 +66,7 @@ class Unsafe(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        tail: bool = False,
     ) -> Result:
         """See `Sandbox.execute`. What left the command's process group outlives it."""
         if self.work == WORK:
@@ -76,7 +79,7 @@ class Unsafe(Sandbox):
         except (OSError, ValueError) as error:
             raise SandboxError(f"The command cannot be started: {error}.") from None
         try:
-            ended = await communicate(process, stdin, output or self.spec.limits.output, timeout)
+            ended = await communicate(process, stdin, output or self.spec.limits.output, timeout, tail)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

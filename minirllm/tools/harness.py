@@ -48,7 +48,8 @@ def table() -> Iterator[tuple[str, str, str, str, str]]:
 def show(one: Harness, full: bool) -> str:
     """The exact command, environment and files of an episode; what differs in each is in capitals."""
     context = Context(
-        instruction="INSTRUCTION", work=Path("/EPISODE/work"), home=Path("/EPISODE/home"), full=full,
+        instruction="INSTRUCTION", full=full,
+        work=Path("/EPISODE/work"), home=Path("/EPISODE/home"), tmp=Path("/EPISODE/tmp"),
         url="http://127.0.0.1:PORT/sessions/SESSION", key="SESSION-KEY", model="MODEL", folder=one.folder,
     )  # fmt: skip
     launch = one.launch(context)
@@ -128,14 +129,14 @@ class Report:
         )
 
 
-def check(name: str, full: bool = False) -> Report:
-    """Run the real program once on a tiny task. Raises UserError when it is not installed."""
+def check(name: str, full: bool = False, sandbox: str = "") -> Report:
+    """Run the real program once on a tiny task, perhaps in a sandbox. Raises UserError when it is not installed."""
     one = harness.find(name)
     config = Config(
         model="tiny", harness=name, harness_full=full, engine=f"{__name__}:CheckEngine", retries=0,
         max_context=WINDOW, max_tokens=ANSWER, max_calls=TURNS, episode_timeout=SECONDS, determinism="off",
     )  # fmt: skip
-    agent = harness.flow(one, full)
+    agent = harness.flow(one, full, sandbox)
 
     async def work() -> Episode:
         async with serving(config) as stack:
