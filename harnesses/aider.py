@@ -12,7 +12,7 @@ from pathlib import Path
 from minirllm.flow import import_path
 from minirllm.harness import PROOF, Context, Harness, Launch
 
-shared = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 COMMIT = "You are an expert software engineer that generates concise, one-line Git commit messages"
 

@@ -14,8 +14,8 @@ from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 from minirllm.types import ModelRequest
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
-summary = npm.side_calls({"summary": "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools."})
+shared = import_path(Path(__file__).with_name("_shared.py"))
+summary = shared.side_calls({"summary": "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools."})
 
 
 def launch(context: Context) -> Launch:
@@ -32,14 +32,14 @@ def launch(context: Context) -> Launch:
         "API_TIMEOUT_MS": str(int(context.seconds * 1000)),
     }
     if not context.full:
-        argv += ["--bare", "--tools", "Bash", "--system-prompt", npm.PROMPT]
+        argv += ["--bare", "--tools", "Bash", "--system-prompt", shared.PROMPT]
         env |= {
             "CLAUDE_CODE_DISABLE_THINKING": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
             "DISABLE_PROMPT_CACHING": "1",
             "DISABLE_COMPACT": "1",
         }
-    return Launch((*argv, "--dangerously-skip-permissions", "--", npm.guarded(context.instruction)), env=env)
+    return Launch((*argv, "--dangerously-skip-permissions", "--", shared.guarded(context.instruction)), env=env)
 
 
 def auxiliary(request: ModelRequest) -> str | None:

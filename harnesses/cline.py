@@ -14,7 +14,7 @@ from typing import Any
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 PROVIDER = "openai-compatible"
 OFF = (
@@ -33,14 +33,14 @@ def launch(context: Context) -> Launch:
     settings: dict[str, Any] = {"autoUpdateEnabled": False, "telemetryOptOut": True}
     argv = [context.program("cline"), "-P", "openai", "-m", context.model, "-t", str(int(context.seconds))]
     if not context.full:
-        argv += ["-s", npm.PROMPT]
+        argv += ["-s", shared.PROMPT]
         settings["disabledTools"] = OFF.split()
     env = {"CLINE_SESSION_BACKEND_MODE": "local"}  # else it starts a server that outlives it
     files = {
         ".cline/data/settings/providers.json": json.dumps(providers, indent=2),
         ".cline/data/settings/global-settings.json": json.dumps(settings, indent=2),
     }
-    return Launch((*argv, npm.guarded(context.instruction)), env=env, files=files)
+    return Launch((*argv, shared.guarded(context.instruction)), env=env, files=files)
 
 
 HARNESS = Harness(

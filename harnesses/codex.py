@@ -14,7 +14,7 @@ from pathlib import Path
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 LEAN = {
     "model_auto_compact_token_limit": 10**9,  # no summaries: a full window ends it
@@ -47,7 +47,7 @@ def launch(context: Context) -> Launch:
     files = {}
     if not context.full:
         settings |= {"model_instructions_file": str(context.home / ".codex/instructions.md"), **LEAN}
-        files[".codex/instructions.md"] = npm.PROMPT
+        files[".codex/instructions.md"] = shared.PROMPT
     files[".codex/config.toml"] = "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
     argv = ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "--", context.instruction)
     return Launch((context.program("codex"), *argv), env={"MINIRLLM_KEY": context.key}, files=files)
@@ -62,6 +62,6 @@ HARNESS = Harness(
     requires=("node>=16",),
     prompt="1.4k tokens; full 10k",
     launch=launch,
-    auxiliary=npm.side_calls({"summary": "You are performing a CONTEXT CHECKPOINT COMPACTION."}),
+    auxiliary=shared.side_calls({"summary": "You are performing a CONTEXT CHECKPOINT COMPACTION."}),
     script=(Call("exec_command", {"cmd": SHELL}), "Done."),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 
 def launch(context: Context) -> Launch:
@@ -23,7 +23,7 @@ def launch(context: Context) -> Launch:
         "privacy": {"usageStatisticsEnabled": False},
         "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
     }
-    env, files = npm.clock(context)
+    env, files = shared.clock(context)
     env |= {
         "GEMINI_API_KEY": context.key,
         "GOOGLE_GEMINI_BASE_URL": context.url,
@@ -33,9 +33,9 @@ def launch(context: Context) -> Launch:
     if not context.full:
         settings["tools"] = {"core": ["run_shell_command"]}
         env["GEMINI_SYSTEM_MD"] = str(context.home / ".gemini/system.md")
-        files[".gemini/system.md"] = npm.PROMPT
+        files[".gemini/system.md"] = shared.PROMPT
     files[".gemini/settings.json"] = json.dumps(settings, indent=2)
-    argv = (context.program("gemini"), "-m", context.model, "-y", "-p", npm.guarded(context.instruction))
+    argv = (context.program("gemini"), "-m", context.model, "-y", "-p", shared.guarded(context.instruction))
     return Launch(argv, env=env, files=files)
 
 
@@ -48,6 +48,6 @@ HARNESS = Harness(
     requires=("node>=20",),
     prompt="0.8k tokens; full 12k",
     launch=launch,
-    auxiliary=npm.side_calls({"summary": "You are a specialized system component responsible for distilling"}),
+    auxiliary=shared.side_calls({"summary": "You are a specialized system component responsible for distilling"}),
     script=(Call("run_shell_command", {"command": SHELL}), "Done."),
 )

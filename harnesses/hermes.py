@@ -13,7 +13,7 @@ from pathlib import Path
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-shared = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 LEAST = 65_536  # tokens of a window that it accepts
 

@@ -15,7 +15,7 @@ from typing import Any
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 CLIENTS = {"chat": "@ai-sdk/openai-compatible", "responses": "@ai-sdk/openai", "messages": "@ai-sdk/anthropic"}
 INSTRUCTION = "instruction.txt"  # as arguments its words would be put in quotes, or read as numbers
@@ -29,12 +29,12 @@ def configured(dialect: str) -> Harness:
         name="opencode",
         version="1.18.33",
         about="the coding agent opencode; opencode:responses and opencode:messages in other dialects",
-        dialect=npm.known("opencode", dialect, CLIENTS),
+        dialect=shared.known("opencode", dialect, CLIENTS),
         npm=("opencode-ai@1.18.33",),
         requires=("node>=20",),
         prompt="1.5k tokens; full 7.7k",
         launch=_launch(dialect),
-        auxiliary=npm.side_calls(SIDE_CALLS),
+        auxiliary=shared.side_calls(SIDE_CALLS),
         asides=(("You are a title generator.", "Make a file"),),
         script=(Call("bash", {"command": SHELL, "description": "Make the file"}), "Done."),
     )
@@ -52,7 +52,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
         settings: dict[str, Any] = {"model": model, "permission": {"*": "allow"}, "provider": {"minirllm": provider}}
         if not context.full:
             settings["permission"] |= dict.fromkeys(DENIED, "deny")
-            settings["agent"] = {"build": {"prompt": npm.PROMPT}}
+            settings["agent"] = {"build": {"prompt": shared.PROMPT}}
         env = {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 APIS = {"chat": "openai-completions", "responses": "openai-responses", "messages": "anthropic-messages"}
 
@@ -25,12 +25,12 @@ def configured(dialect: str) -> Harness:
         name="pi",
         version="0.73.1",
         about="the coding agent pi; pi:responses and pi:messages in other dialects",
-        dialect=npm.known("pi", dialect, APIS),
+        dialect=shared.known("pi", dialect, APIS),
         npm=("@mariozechner/pi-coding-agent@0.73.1",),
         requires=("node>=20.6",),
         prompt="0.6k tokens; full 1.4k",
         launch=_launch(dialect),
-        auxiliary=npm.side_calls({"summary": "You are a context summarization assistant."}),
+        auxiliary=shared.side_calls({"summary": "You are a context summarization assistant."}),
         script=(Call("bash", {"command": SHELL}), "Done."),
     )
 
@@ -49,7 +49,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
             "reserveTokens": context.window // 8,  # its defaults are larger than small windows
             "keepRecentTokens": context.window // 4,
         }
-        env, files = npm.clock(context)
+        env, files = shared.clock(context)
         files |= {
             ".pi/agent/models.json": json.dumps({"providers": {"minirllm": provider}}, indent=2),
             ".pi/agent/settings.json": json.dumps({"compaction": compaction}, indent=2),
@@ -57,7 +57,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
         argv = [context.program("pi"), "--provider", "minirllm", "--model", context.model]
         if not context.full:
             argv += ["--tools", "bash"]
-        return Launch((*argv, "-p", npm.guarded(context.instruction)), env={**env, "PI_OFFLINE": "1"}, files=files)
+        return Launch((*argv, "-p", shared.guarded(context.instruction)), env={**env, "PI_OFFLINE": "1"}, files=files)
 
     return launch
 

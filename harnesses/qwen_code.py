@@ -15,7 +15,7 @@ from typing import Any
 from minirllm.flow import import_path
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-npm = import_path(Path(__file__).with_name("_npm.py"))
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 TYPES = {"chat": "openai", "responses": "openai-responses", "messages": "anthropic"}
 LEAN = ("--bare", "--core-tools", "run_shell_command", "--exclude-tools", "notebook_edit,get_goal,update_goal")
@@ -27,12 +27,12 @@ def configured(dialect: str) -> Harness:
         name="qwen-code",
         version="0.24.4",
         about="Qwen's coding agent; qwen-code:responses and qwen-code:messages in other dialects",
-        dialect=npm.known("qwen-code", dialect, TYPES),
+        dialect=shared.known("qwen-code", dialect, TYPES),
         npm=("@qwen-code/qwen-code@0.24.4",),
         requires=("node>=22",),
         prompt="3.1k tokens; full 19k",
         launch=_launch(dialect),
-        auxiliary=npm.side_calls({"summary": "You are the component that summarizes a conversation"}),
+        auxiliary=shared.side_calls({"summary": "You are the component that summarizes a conversation"}),
         script=(Call("run_shell_command", {"command": SHELL, "is_background": False}), "Done."),
     )
 
@@ -40,7 +40,7 @@ def configured(dialect: str) -> Harness:
 def _launch(dialect: str) -> Callable[[Context], Launch]:
     def launch(context: Context) -> Launch:
         maker, url = ("ANTHROPIC", context.url) if dialect == "messages" else ("OPENAI", context.url_v1)
-        env, files = npm.clock(context)
+        env, files = shared.clock(context)
         env |= {
             f"{maker}_API_KEY": context.key,
             f"{maker}_BASE_URL": url,
@@ -51,7 +51,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
         }
         argv = [context.program("qwen"), "--auth-type", TYPES[dialect], "-y"]
         if not context.full:
-            argv += [*LEAN, "--system-prompt", npm.PROMPT]
+            argv += [*LEAN, "--system-prompt", shared.PROMPT]
         generation = {"contextWindowSize": context.window, "timeout": int(context.seconds * 1000)}
         settings: dict[str, Any] = {  # read in the full form only
             "privacy": {"usageStatisticsEnabled": False},
@@ -59,7 +59,7 @@ def _launch(dialect: str) -> Callable[[Context], Launch]:
             "model": {"generationConfig": generation},
         }
         files[".qwen/settings.json"] = json.dumps(settings, indent=2)
-        return Launch((*argv, "-p", npm.guarded(context.instruction)), env=env, files=files)
+        return Launch((*argv, "-p", shared.guarded(context.instruction)), env=env, files=files)
 
     return launch
 

@@ -18,9 +18,9 @@ from minirllm import config
 from minirllm.config import FIELDS, Config
 
 TRAIN = (
-    "model", "harness", "sandbox", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank", "temperature",
-    "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every", "data", "runs_dir",
-    "run", "trackers",
+    "model", "harness", "harness_full", "sandbox", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank",
+    "temperature", "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every",
+    "data", "runs_dir", "run", "trackers",
 )  # fmt: skip
 OUTSIDE = ("provider", "base_url", "key_env")
 SFT = (
@@ -28,8 +28,8 @@ SFT = (
     "eval_every", "save_every", "determinism", "threads", "runs_dir", "run", "trackers",
 )  # fmt: skip
 EVAL = (
-    "model", *OUTSIDE, "harness", "sandbox", "seed", "eval_temperature", "max_tokens", "concurrency", "determinism",
-    "threads", "data", "runs_dir",
+    "model", *OUTSIDE, "harness", "harness_full", "sandbox", "seed", "eval_temperature", "max_tokens", "concurrency",
+    "determinism", "threads", "data", "runs_dir",
 )  # fmt: skip
 SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
 FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name

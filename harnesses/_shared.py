@@ -1,4 +1,4 @@
-"""What agent programs from npm share: a short prompt, guarded instructions, a choice of dialects, side calls told."""
+"""What agent programs share: a short prompt, guarded instructions, a choice of dialects, side calls told."""
 
 from __future__ import annotations
 
