@@ -111,14 +111,13 @@ def _told(reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
 class Stream:
     """One streamed answer, in chunks of the form of a whole one; the last of a candidate says why it ended.
 
-    A tool call is sent when the answer is complete, and so is all that follows one: only then is it sure to be a call.
+    A tool call is sent when the answer is complete: only then is it sure to be a call.
     """
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
         self.request, self.token_text, self.model = request, token_text, model
         self.reply_id = uuid.uuid4().hex
         self.sent = [openai.Sent() for _ in range(request.n)]
-        self.calling = [False] * request.n
 
     def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
         """The prompt was accepted: the id of the answer is known."""
@@ -135,9 +134,6 @@ class Stream:
     def delta(self, delta: Delta) -> list[str]:
         """The chunk for one piece; none when it holds nothing to be sent yet."""
         sent = self.sent[delta.index]
-        if self.calling[delta.index]:
-            return []
-        self.calling[delta.index] = bool(delta.calls)
         sent.text += len(delta.text)
         sent.reasoning += len(delta.reasoning)
         parts = _texts(delta.reasoning, delta.text, self.request)

@@ -117,7 +117,7 @@ def frame(event: dict[str, Any]) -> str:
 class Stream:
     """One streamed answer: thinking, text and tool calls as content blocks, one after another.
 
-    A tool call is sent when the answer is complete, and so is all that follows one: only then is it sure to be a call.
+    A tool call is sent when the answer is complete: only then is it sure to be a call.
     Log-probabilities and token ids come whole with `message_delta`.
     """
 
@@ -127,7 +127,6 @@ class Stream:
         self.sent = openai.Sent()
         self.index = 0  # of the block that is open, or of the next one
         self.open = ""  # its kind; "" between blocks
-        self.calling = False
 
     def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
         """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
@@ -151,9 +150,6 @@ class Stream:
 
     def delta(self, delta: Delta) -> list[str]:
         """The events for one piece; none when it holds nothing to be sent yet."""
-        if self.calling:
-            return []
-        self.calling = bool(delta.calls)
         self.sent.text += len(delta.text)
         self.sent.reasoning += len(delta.reasoning)
         return self._piece("thinking", delta.reasoning) + self._piece("text", delta.text)

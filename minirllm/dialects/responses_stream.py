@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from minirllm.dialects import openai
@@ -33,7 +33,11 @@ class _Open:
 
 
 class Stream:
-    """One streamed answer. Of `request.notes` it takes `echo` (fields sent back), `tools` and `kept` (None: do not)."""
+    """One streamed answer. Of `request.notes` it takes `echo` (fields sent back), `tools` and `kept` (None: do not).
+
+    A tool call is told when the answer is complete: only then is it sure to be a call, and an item that was begun cannot
+    be taken back: clients run it, or give up the whole answer.
+    """
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
         self.request, self.token_text = request, token_text
@@ -55,8 +59,6 @@ class Stream:
         self._open: _Open | None = None
         self._sent = openai.Sent()
         self._tokens: list[SampledToken] = []  # sampled since the last text was sent
-        self._call: ToolCall | None = None  # may still turn out to be none: it is told when it is whole
-        self._told: set[str] = set()  # ids of the calls that were
 
     def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
         """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
@@ -78,7 +80,7 @@ class Stream:
         return [self._event("response.in_progress", response=told | empty)]
 
     def delta(self, delta: Delta) -> list[str]:
-        """The events for one piece."""
+        """The events for one piece; none when it holds nothing to be sent yet."""
         self._sent.add(delta)
         self._tokens += delta.tokens
         frames = []
@@ -86,27 +88,19 @@ class Stream:
             frames += self._thought(delta.reasoning)
         if delta.text:
             frames += self._text(delta.text)
-        for piece in delta.calls:
-            if piece.id or self._call is None:
-                frames += self._whole_call()
-                self._call = ToolCall(piece.id, piece.name, piece.arguments)
-            else:
-                self._call = replace(self._call, arguments=self._call.arguments + piece.arguments)
         return frames
 
     def finish(self, reply: ModelReply) -> list[str]:
-        """What was not streamed yet (all of it, for an answer given again), usage, the end."""
+        """What was not streamed yet (all of it, for an answer given again), tool calls, usage, the end."""
         choice = reply.choices[0]
         cut = choice.finish_reason == "length"
         self.accepted(reply.id, reply.prompt_ids)
-        if self._call is not None:  # the reply says what it is
-            self._call = next((call for call in choice.message.tool_calls if call.id == self._call.id), None)
-        frames = self.delta(replace(self._sent.rest(choice), calls=()))
+        frames = self.delta(self._sent.rest(choice))
         nothing = not (self.body["output"] or choice.message.tool_calls or (cut and self._open))
         if nothing or (self._open is not None and self._open.kind == "text"):
             frames += self._text("")  # clients look for a message; the last tokens' logprobs
         for call in choice.message.tool_calls:
-            frames += self._called(call) if call.id not in self._told else []
+            frames += self._called(call)
         frames += self._close("incomplete" if cut else "completed")
         self._complete(reply, choice, cut)
         if self.request.notes["kept"] is not None:
@@ -159,7 +153,7 @@ class Stream:
 
     def _begin(self, kind: str, prefix: str) -> list[str]:
         """End what was said before, and open the next item."""
-        frames = self._whole_call() or self._close()
+        frames = self._close()
         self._open = _Open(kind, self._name(prefix), len(self.body["output"]))
         item = self._item("in_progress")
         if kind == "text":
@@ -192,15 +186,8 @@ class Stream:
             return items.reasoning_item(now.id, now.said or None)
         return items.message_item(now.id, "assistant", now.said, status, now.logprobs)
 
-    def _whole_call(self) -> list[str]:
-        """The events of the call that waits, if it is one; one that broke comes as text. Not told sooner, since an
-        item that was begun cannot be taken back: clients run it, or give up the whole answer."""
-        call, self._call = self._call, None
-        return self._called(call) if call is not None and _is_object(call.arguments) else []
-
     def _called(self, call: ToolCall) -> list[str]:
         frames = self._close()
-        self._told.add(call.id)
         tool = self.tools.known.get(call.name, Tool(call.name))
         item = items.call_item(self._name("fc"), call, tool, "completed")
         told, event = ("input", "custom_tool_call_input") if tool.custom else ("arguments", "function_call_arguments")
@@ -258,10 +245,3 @@ class Stream:
                 break
             left, count = left - len(self.token_text(token)), count + 1
         return count
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
