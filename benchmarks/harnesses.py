@@ -15,6 +15,7 @@ from pathlib import Path
 
 from minirllm import harness
 from minirllm.errors import UserError
+from minirllm.files import cache_root
 from minirllm.flow import names
 from minirllm.machine import machine
 from minirllm.tools import harness as tools
@@ -26,12 +27,13 @@ VARIANTS = tuple(
 
 
 def result(name: str) -> dict[str, object]:
-    """Of one check."""
+    """Of one check, without this machine's paths."""
     try:
         install.ensure(harness.find(name), print)
         report = dataclasses.asdict(tools.check(name))
     except UserError as error:
         return {"passed": False, "problem": str(error)}
+    report["ended"] = report["ended"].replace(str(cache_root()), "CACHE")
     report["counters"] = {key: count for key, count in report["counters"].items() if count}
     return {key: value for key, value in report.items() if key != "name" and value != ""}
 

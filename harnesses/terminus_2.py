@@ -1,7 +1,7 @@
 """Terminus-2, the agent of Terminal-Bench's authors (package harbor): keystrokes into a tmux terminal, JSON in text.
 
 0.8k tokens of prompt. It has no tools and no system prompt; a task is complete once the model has said so twice. Lean,
-it ends when the window is full; in full, it hands over to itself by a summary, questions and answers, side calls.
+it ends when the window is full; in full, it hands over to itself by a summary and questions on it, all side calls.
 What a screen shows depends on how quick a command was, so runs may differ from each other. At most 50 turns.
 """
 

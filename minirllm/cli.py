@@ -124,7 +124,7 @@ def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | N
 @click.option(
     "--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]"
 )
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl and summary.json.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl, summary.json and episodes.")
 def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path | None, **options: Any) -> None:
     """Evaluate a model, in this process or of an outside provider, on the held-out tasks of TASK."""
     module = flow.load_task(task)
@@ -149,7 +149,7 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
 @click.option("--key", help="The key clients must send.  [default: a new random one]")
 @click.option("--admin-key", default="", help="The key of the admin routes.  [default: there are no admin routes]")
 def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str | None, **options: Any) -> None:
-    """Serve a model, in this process or of an outside provider, to OpenAI's and Anthropic's clients."""
+    """Serve a model, in this process or of an outside provider, to OpenAI's, Anthropic's and Google's clients."""
     settings, folder = _with_checkpoint(options, {}, checkpoint)
     secret = key or "sk-" + secrets.token_urlsafe(24)
 

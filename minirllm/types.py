@@ -197,7 +197,7 @@ class Delta:
 
 
 class TerminationReason(str, Enum):
-    """Why an episode ended. Those in `UNTRUSTED` carry no reward."""
+    """Why an episode ended."""
 
     ENV_DONE = "env_done"
     MAX_PROMPT_LENGTH_EXCEEDED = "max_prompt_length_exceeded"

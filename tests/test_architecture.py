@@ -56,8 +56,8 @@ OUTSIDE = {
     "wandb": "trackers",
 }
 
-# where a rollout becomes data, where a request becomes an error response, where a grader in its own process does
-# or in the sandbox
+# where a rollout becomes data, where a request becomes an error response, where a grader does in its own process or in
+# the sandbox
 BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "rewards/process")}
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}

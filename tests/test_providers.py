@@ -285,7 +285,8 @@ async def test_an_evaluation_by_a_provider(home: Path) -> None:
     assert {(item["metrics"]["prompt_tokens"], item["metrics"]["response_tokens"]) for item in items} == {(11, 7)}
     assert len({body["seed"] for body in upper.asked}) == 4  # each rollout has its own; a retried call keeps it
     assert {body["max_tokens"] for body in upper.asked} == {9}
-    everything = done.stdout + done.stderr + "".join(path.read_text() for path in (home / "out").iterdir())
+    files = [path for path in (home / "out").rglob("*") if path.is_file()]
+    everything = done.stdout + done.stderr + "".join(map(Path.read_text, files))
     assert "SENTINEL" not in everything
 
 

@@ -229,13 +229,14 @@ async def test_an_answer_that_breaks(broken) -> None:
         assert len(upper.asked) in (3, 8)  # 8: nothing was heard of any attempt
 
 
-async def test_broken_arguments_of_a_tool_are_text() -> None:
-    pieces = (piece(content="Ok "), call(0, '{"cmd": ', id="a", name="run"))
+@pytest.mark.parametrize("arguments", ['{"cmd": ', '{"cmd": NaN}', '["ls"]'])
+async def test_broken_arguments_of_a_tool_are_text(arguments: str) -> None:
+    pieces = (piece(content="Ok "), call(0, arguments, id="a", name="run"))
     async with scripted(says(*pieces, piece("stop"))) as upper, proxy(upper.url) as (client, place):
         reply = await ask(client, tools=[TOOL])
         message = reply.choices[0].message
         assert (message.tool_calls, reply.choices[0].finish_reason) == (None, "stop")
-        assert message.content == 'Ok {"name": "run", "arguments": "{\\"cmd\\": "}'
+        assert message.content == "Ok " + json.dumps({"name": "run", "arguments": arguments})
         assert place.sessions.create_open("sk-ours").counters["malformed_tool_calls"] == 1
 
 

@@ -134,10 +134,7 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> str | dict[str,
         return "required"
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise fields.wrong("tool_choice", "auto, none, required or {'type': 'function', 'function': {'name': ...}}")
-    name = read.name(Fields(choice.get("function"), "tool_choice.function"))
-    if name not in [tool["function"]["name"] for tool in tools]:
-        raise RequestError(f"tool_choice names {read.shown(name)}, which is not in tools.", "tool_choice")
-    return {"type": "function", "function": {"name": name}}
+    return read.one_tool(Fields(choice.get("function"), "tool_choice.function"), tools)
 
 
 def response(reply: ModelReply, request: ModelRequest, token_text: TokenText) -> dict[str, Any]:
@@ -147,21 +144,31 @@ def response(reply: ModelReply, request: ModelRequest, token_text: TokenText) ->
         message = choice.message
         entry: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": message.content, "refusal": None},
+            "message": {**message_json(message), "refusal": None},
             "logprobs": _logprobs(openai.sampled(choice.completion), request, token_text),
             "finish_reason": choice.finish_reason,
         }
-        if message.reasoning:
-            entry["message"]["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            entry["message"]["content"] = message.content or None
-            entry["message"]["tool_calls"] = [_call_json(call) for call in message.tool_calls]
         if message.malformed:
             entry["malformed_tool_call"] = True
         if request.return_token_ids:
             entry["token_ids"] = choice.completion.token_ids
         choices.append(entry)
     return openai.answer("chat.completion", choices, reply, request)
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A message of any role as this dialect says it."""
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        entry["content"] = message.content or None
+        entry["tool_calls"] = [_call_json(call) for call in message.tool_calls]
+    if message.reasoning:
+        entry["reasoning_content"] = message.reasoning
+    if message.role == "tool":
+        entry["tool_call_id"] = message.tool_call_id or ""
+    elif message.name:
+        entry["name"] = message.name
+    return entry
 
 
 def _call_json(call: ToolCall) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Reading JSON fields with one-sentence errors that name the field.
 
-Owns: type and range checks, and the sampling fields both OpenAI dialects share. Does not know: messages, replies, HTTP.
+Owns: type and range checks, and the fields that several dialects have: sampling, functions as tools. Does not know:
+messages, replies, HTTP.
 A field that is null counts as absent. Unknown fields are never looked at, so they are ignored.
 """
 
@@ -139,6 +140,14 @@ def function_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}
 
 
+def one_tool(fields: Fields, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """The `tool_choice` of the tool that `fields` names, which must be one of `tools`."""
+    called = name(fields)
+    if called not in [tool["function"]["name"] for tool in tools]:
+        raise RequestError(f"tool_choice names {shown(called)}, which is not in tools.", "tool_choice")
+    return {"type": "function", "function": {"name": called}}
+
+
 def logprobs(fields: Fields) -> tuple[bool, int]:
     """(`logprobs`: are they wanted?, `top_logprobs`: of how many other tokens)."""
     wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
@@ -147,7 +156,7 @@ def logprobs(fields: Fields) -> tuple[bool, int]:
     return wanted, top
 
 
-#: Known to both dialects and not supported, with the value that asks for nothing.
+#: Known and not supported in any dialect, with the value that asks for nothing.
 UNSUPPORTED: dict[str, Any] = {
     "logit_bias": {},
     "repetition_penalty": 1.0,

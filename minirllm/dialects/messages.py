@@ -187,7 +187,4 @@ def _tool_choice(fields: Fields, tools: list[dict[str, Any]]) -> str | dict[str,
         raise RequestError("tool_choice asks for a tool, but tools is empty.", "tool_choice")
     if kind == "any":
         return "required"
-    name = read.name(choice)
-    if name not in [tool["function"]["name"] for tool in tools]:
-        raise RequestError(f"tool_choice names {read.shown(name)}, which is not in tools.", "tool_choice")
-    return {"type": "function", "function": {"name": name}}
+    return read.one_tool(choice, tools)

@@ -1,4 +1,4 @@
-"""What the two OpenAI dialects have in common on the way out: errors, usage, log-probabilities, server-sent events.
+"""What dialects have in common on the way out: OpenAI's errors, usage, log-probabilities, server-sent events.
 
 Owns: those shapes. Does not know: how a request is read, HTTP, sessions.
 """

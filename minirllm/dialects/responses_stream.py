@@ -35,8 +35,8 @@ class _Open:
 class Stream:
     """One streamed answer. Of `request.notes` it takes `echo` (fields sent back), `tools` and `kept` (None: do not).
 
-    A tool call is told when the answer is complete: only then is it sure to be a call, and an item that was begun cannot
-    be taken back: clients run it, or give up the whole answer.
+    A tool call is told when the answer is complete: only then is it sure to be a call, and an item that was begun
+    cannot be taken back, since clients run it, or give up the whole answer.
     """
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):

@@ -44,9 +44,7 @@ class ProviderSession:
     default_max_tokens: int | None = None  # when a request has none; None: as many as the provider likes
     default_temperature: float = 1.0  # when a request has none; 1, which is every provider's own, is not sent
     max_calls: int = 200
-    max_tokens_total: int | None = (
-        None  # prompt and sampled tokens of the calls that have ended, as the provider counts
-    )
+    max_tokens_total: int | None = None  # prompt and sampled tokens of ended calls, as the provider counts them
     max_streams: int = 16  # calls sent to the provider at once; more wait here
     matcher: Matcher = normalized  # which messages are earlier ones, sent back
     auxiliary: Classifier | None = None  # which requests are a harness's side calls

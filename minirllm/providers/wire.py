@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from minirllm.dialects.chat import message_json
 from minirllm.errors import ContextOverflow, ProviderError, RequestError
 from minirllm.inflight import shown_tools
+from minirllm.syntaxes.calls import parsed_arguments
 from minirllm.types import CallDelta, Delta, Message, ModelRequest, ToolCall, Usage
 
 SAID = 500  # characters of a provider's own words that an error repeats
@@ -31,7 +33,8 @@ _NO_CREDIT = re.compile(r"insufficient_quota|exceeded your current quota|credit 
 
 
 def body(request: ModelRequest, model: str, seed: int) -> dict[str, Any]:
-    """The request as it goes out, always streamed: so a provider that hangs or dies is noticed."""
+    """The request as it goes out, always streamed: so a provider that hangs or dies is noticed. Reasoning is not sent
+    back: most providers refuse it."""
     asked = {name: getattr(request.params, name) for name in PASSED if name in request.asked}
     form = request.response_format
     if form is not None and form["type"] == "json_schema":
@@ -45,29 +48,13 @@ def body(request: ModelRequest, model: str, seed: int) -> dict[str, Any]:
     }
     return {
         "model": model,
-        "messages": [message_json(message) for message in request.messages or []],
+        "messages": [message_json(replace(message, reasoning="")) for message in request.messages or []],
         "stream": True,
         "stream_options": {"include_usage": True},
         "seed": seed,
         **asked,
         **{name: value for name, value in optional.items() if value is not None},
     }
-
-
-def message_json(message: Message) -> dict[str, Any]:
-    """Reasoning is not sent back: most providers refuse it."""
-    entry: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        entry["content"] = message.content or None
-        entry["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.role == "tool":
-        entry["tool_call_id"] = message.tool_call_id or ""
-    elif message.name:
-        entry["name"] = message.name
-    return entry
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
@@ -151,7 +138,7 @@ class Reading:
         """The answer and why it ended, once all events are in. A call whose arguments are no JSON object is text."""
         whole, content, broken = list[ToolCall](), self.text, False
         for call in self.calls.values():
-            if _is_object(call.arguments or "{}"):
+            if parsed_arguments(call.arguments or "{}") is not None:
                 whole.append(ToolCall(call.id, call.name, call.arguments or "{}"))
             else:
                 content += json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
@@ -169,13 +156,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str | None):
         raise TypeError("content that is no text")
     return value or ""
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def refusal(name: str, status: int, raw: str) -> RequestError:

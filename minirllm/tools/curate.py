@@ -20,10 +20,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from minirllm.dialects.chat import message_json
 from minirllm.errors import UserError
 from minirllm.evaluate import pass_at_k
 from minirllm.files import write_whole
-from minirllm.providers.wire import message_json
 from minirllm.store import EpisodeStore
 from minirllm.types import Episode, Step
 
@@ -31,13 +31,13 @@ COMPARE = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }  # fmt: skip
-SELECT = ("correct", "best", "best-n", "shortest", "all")
 NAMES = ("n", "n_correct", "solved", "avg", "best", "worst")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which tasks and which of their episodes. `most`: episodes of one task, None for any number."""
+    """Which tasks and which of their episodes. `select`: correct, best, best-n, shortest or all; `most`: episodes of a
+    task, None for any number."""
 
     filter: str = "solved"
     select: str = "correct"
@@ -116,9 +116,7 @@ def told(episode: Episode) -> dict[str, Any]:
         chain.insert(0, step)
         step = by_id.get(step.parent or "")
     messages = [message for step in chain for message in (*step.messages, step.response) if message is not None]
-    thoughts = [{"reasoning_content": message.reasoning} if message.reasoning else {} for message in messages]
-    entries = [{**message_json(message), **more} for message, more in zip(messages, thoughts, strict=True)]
-    row: dict[str, Any] = {"messages": entries}
+    row: dict[str, Any] = {"messages": list(map(message_json, messages))}
     if chain and chain[0].tools:
         row["tools"] = chain[0].tools
     return {**row, "task_id": episode.task_id, "rollout_idx": episode.rollout_idx, "reward": episode.reward}
