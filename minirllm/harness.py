@@ -30,7 +30,7 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
-from minirllm.sandboxes import WORK, create, program
+from minirllm.sandboxes import WORK, Sandbox, Spec, create, program
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
 
@@ -212,30 +212,18 @@ async def episode(
 ) -> Episode:
     """One run of the program, which ended or was ended (TIMEOUT). Raises UserError when it could not be a run."""
     deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
-    inside = Context(
-        instruction=text_of(task),
-        work=Path(WORK),
-        home=Path(program.HOME),
-        tmp=Path("/tmp"),
-        url=config.base_url.removesuffix("/v1"),
-        key=config.api_key,
-        model=config.model,
-        window=config.metadata.get("max_context", Context.window),
-        max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
+    boxed = replace(
+        context_of(harness, text_of(task), config, full),
         seconds=deadline.remaining(),
-        full=full,
-        date=config.metadata.get("date", ""),
-        folder=harness.folder,
-        python=program.PYTHON,
         files=tuple(task.metadata.get("files", {})),
     )
     if sandbox:
-        return await _inside(harness, task, inside, sandbox, deadline)
+        return await _inside(harness, task, boxed, sandbox, deadline)
     split = "eval" if config.is_validation else "train"
     place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
         context = replace(
-            inside, work=place.work, home=place.home, tmp=place.home.with_name("tmp"), python=sys.executable
+            boxed, work=place.work, home=place.home, tmp=place.home.with_name("tmp"), python=sys.executable
         )
         launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
@@ -249,25 +237,57 @@ async def episode(
     return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
 
 
+def context_of(harness: Harness, instruction: str, config: AgentConfig, full: bool) -> Context:
+    """What the program is launched with in a sandbox."""
+    return Context(
+        instruction=instruction,
+        work=Path(WORK),
+        home=Path(program.HOME),
+        url=config.base_url.removesuffix("/v1"),
+        key=config.api_key,
+        model=config.model,
+        window=config.metadata.get("max_context", Context.window),
+        max_tokens=config.metadata.get("max_tokens") or Context.max_tokens,
+        full=full,
+        date=config.metadata.get("date", ""),
+        folder=harness.folder,
+        python=program.PYTHON,
+    )
+
+
 async def _inside(harness: Harness, task: Task, context: Context, kind: str, deadline: Deadline) -> Episode:
     """The same in a sandbox, from which the session's endpoint can be reached, and nothing else."""
-    launch = await asyncio.to_thread(harness.launch, context)
-    names = [launch.argv[0], *(command[0] for command in launch.before), *harness.requires]
-    spec, path = await asyncio.to_thread(program.spec, names, context.folder, bins(context.folder), context.url)
-    env = {**environment(context, launch), "PATH": path, **launch.env}
+    spec, _ = await asyncio.to_thread(needs, harness, context)
     async with create(kind, spec) as box:
-        await program.lay(box, task.metadata.get("files", {}), launch.files)
-
-        async def run(command: tuple[str, ...]) -> Ended | None:
-            done = await box.execute(command, timeout=deadline.remaining(), env=env, output=TAIL, tail=True)
-            ended = Ended(done.exit_code, done.stdout, done.stderr, context.work, context.home)
-            return None if done.timed_out else ended
-
-        for command in launch.before:
-            _prepared(harness, command, await run(command))
-        ended = await run(launch.argv)
+        await program.lay(box, task.metadata.get("files", {}), {})
+        ended = await inside(harness, context, box, deadline)
         files, left_out = await program.gather(box)
     return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+
+
+def needs(harness: Harness, context: Context) -> tuple[Spec, str]:
+    """A sandbox in which the program sees itself and its endpoint, and PATH there. Reads files."""
+    launch = harness.launch(context)
+    names = [launch.argv[0], *(command[0] for command in launch.before), *harness.requires]
+    return program.spec(names, context.folder, bins(context.folder), context.url)
+
+
+async def inside(harness: Harness, context: Context, box: Sandbox, deadline: Deadline) -> Ended | None:
+    """Run the program in a sandbox that has what it `needs`, in ``context.work``. None: the deadline ended it."""
+    launch = await asyncio.to_thread(harness.launch, context)
+    _, path = await asyncio.to_thread(needs, harness, context)
+    env = {**environment(context, launch), "PATH": path, **launch.env}
+    await program.lay(box, {}, launch.files)
+
+    async def run(command: tuple[str, ...]) -> Ended | None:
+        left, cwd = deadline.remaining(), str(context.work)
+        done = await box.execute(command, timeout=left, env=env, cwd=cwd, output=TAIL, tail=True)
+        ended = Ended(done.exit_code, done.stdout, done.stderr, context.work, context.home)
+        return None if done.timed_out else ended
+
+    for command in launch.before:
+        _prepared(harness, command, await run(command))
+    return await run(launch.argv)
 
 
 def _prepared(harness: Harness, command: tuple[str, ...], ended: Ended | None) -> None:

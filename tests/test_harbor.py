@@ -349,7 +349,7 @@ def test_its_revision_is_of_every_file(make: Any) -> None:
 
 def test_who_may_act(make: Any) -> None:
     module = flow.load_task(make())
-    for name, sentence in (("", "it has none of its own"), ("orakle", r"did you mean oracle\?")):
+    for name, sentence in (("", "has no agent of its own: choose one"), ("orakle", "There is no harness 'orakle'")):
         with pytest.raises(UserError, match=sentence):
             harness.agent(module, Config(harness=name, sandbox="local"))
     with pytest.raises(TaskError, match=r"has no solution/solve\.sh"):

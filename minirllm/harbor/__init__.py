@@ -9,14 +9,16 @@ the same tasks are trained on and evaluated. A trial grades itself in its sandbo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
-from minirllm.config import Config, nearest
+from minirllm import harness
+from minirllm.config import Config
 from minirllm.errors import TaskError
 from minirllm.flow import AgentFlow, Evaluator, TaskModule
 from minirllm.harbor import trial
-from minirllm.harbor.agents import BUILTIN
+from minirllm.harbor.agents import BUILTIN, program
 from minirllm.harbor.task import HarborTask, digest, read
 from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task
 
@@ -68,11 +70,12 @@ def _task(task: HarborTask) -> Task:
 
 def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
     """Who acts, checked against what the tasks need. Raises UserError."""
-    agent = BUILTIN.get(config.harness)
-    if agent is None:
-        others = f"choose one by --harness: {', '.join(BUILTIN)}"
-        got = f"is no agent for it{nearest(config.harness, list(BUILTIN))}" if config.harness else "has none of its own"
-        raise TaskError(f"A Harbor task is worked at by an agent program; {config.harness or 'it'} {got}: {others}.")
+    if not config.harness:
+        raise TaskError("A Harbor task has no agent of its own: choose one, as in --harness oracle or --harness bash.")
+    one = None if config.harness in BUILTIN else harness.find(config.harness)
+    if one is not None and not one.installed:
+        raise TaskError(f"Harness {one.name} is not installed: run `minirllm harness install {one.name}`.")
+    agent = BUILTIN[config.harness] if one is None else program(one, config.harness_full)
     for task in tasks:
         trial.check(task, config.sandbox)
         if config.harness == "oracle" and not all(step.solution for step in task.steps):
@@ -82,9 +85,13 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
     by_name = {task.name: task for task in tasks}
 
     async def run(task: Task, model: AgentConfig) -> Episode:
-        return await trial.run(by_name[task.id], agent, config.sandbox, model)
+        found, needs = by_name[task.id], trial.NOTHING
+        if one is not None:
+            context = harness.context_of(one, "", model, config.harness_full)
+            needs, _ = await asyncio.to_thread(harness.needs, one, context)
+        return await trial.run(found, agent, config.sandbox, model, needs)
 
-    made = AgentFlow(run, config.harness)
-    made.silent = config.harness in BUILTIN
-    made.facts = {"harness": config.harness, "sandbox": config.sandbox}
+    made = AgentFlow(run, config.harness if one is None else one.name, one.auxiliary if one else None)
+    made.silent = one is None
+    made.facts = {"harness": f"{one.name} {one.version}" if one else config.harness, "sandbox": config.sandbox}
     return made

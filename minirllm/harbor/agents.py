@@ -1,14 +1,20 @@
 """Who works at a Harbor task: the reference solution, nobody, or an agent program.
 
-Owns: `oracle`, `nop`, `BUILTIN`. Does not know: grading, sandboxes' kinds.
+Owns: `oracle`, `nop`, `BUILTIN`, `program`. Does not know: grading, sandboxes' kinds.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+from minirllm import harness
+from minirllm.errors import UserError
 from minirllm.harbor.grading import script
 from minirllm.harbor.task import resolved
 from minirllm.harbor.trial import Agent, Ended, Order
 from minirllm.sandboxes import BASH
+from minirllm.watchdog import Deadline
 
 
 async def oracle(order: Order) -> Ended:
@@ -26,6 +32,27 @@ async def oracle(order: Order) -> Ended:
 async def nop(order: Order) -> Ended:
     """Does nothing: what it scores, everybody scores."""
     return Ended("nop did nothing")
+
+
+def program(one: harness.Harness, full: bool) -> Agent:
+    """Runs an agent program in the task's sandbox. Raises UserError there when that was no attempt."""
+
+    async def agent(order: Order) -> Ended:
+        deadline = Deadline(order.seconds)
+        context = replace(
+            harness.context_of(one, order.step.instruction, order.model, full),
+            work=Path(order.cwd),
+            seconds=order.seconds,
+        )
+        ended = await harness.inside(one, context, order.box, deadline)
+        if ended is None:
+            return Ended(f"{one.name} did not end in time", timed_out=True)
+        if one.failed is not None and (why := one.failed(ended)):
+            raise UserError(f"{one.name}: {why}; it ended with exit code {ended.code}.")
+        kept = {"exit_code": ended.code, "stdout": ended.stdout, "stderr": ended.stderr}
+        return Ended(f"{one.name} ended with exit code {ended.code}", artifacts=kept)
+
+    return agent
 
 
 BUILTIN: dict[str, Agent] = {"oracle": oracle, "nop": nop}

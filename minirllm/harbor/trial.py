@@ -13,7 +13,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from minirllm.sandboxes import MIB, Limits, Sandbox, Spec
 from minirllm.types import AgentConfig, Episode, Trajectory
 from minirllm.watchdog import Deadline
 
+NOTHING = Spec()
 FOLDERS = 'mkdir -p -m 777 /logs/agent /logs/verifier /logs/artifacts && mkdir -p "$1"'
 
 
@@ -89,10 +90,13 @@ def spec(task: HarborTask) -> Spec:
     )
 
 
-async def run(task: HarborTask, agent: Agent, kind: str, model: AgentConfig) -> Episode:
-    """One trial, graded. Raises SandboxError when there was none."""
+async def run(
+    task: HarborTask, agent: Agent, kind: str, model: AgentConfig, needs: Spec = NOTHING
+) -> Episode:
+    """One trial, graded. The agent sees the folders and the ports that it `needs`; tests have no ports. Raises
+    SandboxError when there was none."""
     deadline = Deadline(model.metadata.get("timeout", 600.0) - 1.0)
-    async with sandboxes.create(kind, spec(task)) as box:
+    async with sandboxes.create(kind, replace(spec(task), binds=needs.binds, forward=needs.forward)) as box:
         return await _Trial(task, agent, model, box, deadline).run()
 
 
