@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from minirllm import harness
+from minirllm.cli import cli
 from minirllm.config import Config
 from minirllm.errors import ConfigError, SandboxError
 from minirllm.flow import load_task
@@ -254,3 +257,23 @@ async def test_a_sandbox_that_cannot_do_it_says_so() -> None:
         episode = await runner.run(Job(Task("t", "do it")))
     assert episode.termination_reason is TerminationReason.ERROR
     assert "local-unsafe has this machine's network and files" in episode.reason
+
+
+@root_only
+@pytest.mark.slow
+def test_an_agent_in_a_sandbox_is_trained_on_the_files_it_makes(tmp_path: Path) -> None:
+    """Two steps of benchmarks/file_task.py: the shell runs what the model says, the reward is read off the file."""
+    file = str(Path(__file__).parents[1] / "benchmarks" / "file_task.py")
+    options = ("--steps", "2", "--set", "batch_size=2", "--set", "group_size=4", "--set", "eval_tasks=1")
+    result = CliRunner().invoke(
+        cli,
+        ["train", file, "--harness", file, "--sandbox", "local", *options, "--runs-dir", str(tmp_path), "--run", "r"],
+    )
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "reward_mean" in row]
+    assert [(row["episodes"], row["ungraded"], row["calls"]) for row in rows] == [(8.0, 0.0, 8.0)] * 2
+    assert any(row["grad_norm"] > 0 for row in rows)
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    assert manifest["harness"] == "echo 1"
+    assert manifest["sandbox"] == "local"
