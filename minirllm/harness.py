@@ -101,7 +101,6 @@ class Launch:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # path below HOME -> text, written before the start
-    before: tuple[tuple[str, ...], ...] = ()  # commands that must succeed first, in the same environment
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,10 @@ class Ended:
     code: int
     stdout: str
     stderr: str
-    work: Path
-    home: Path
+
+    def artifacts(self) -> dict[str, Any]:
+        """What of it is kept with the episode."""
+        return {"exit_code": self.code, "stdout": self.stdout, "stderr": self.stderr}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ class Harness:
     requires: tuple[str, ...] = ()  # programs on PATH ("tmux"), "python>=3.12", "node>=22"
     prompt: str = ""  # how long its prompts are
     auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is the program's own
-    failed: Callable[[Ended], str | None] | None = None  # why this was no attempt at the task: it is run again
     answer: Callable[[Ended], str] | None = None  # what an evaluator reads as the answer, if not the model's last words
 
     @property
@@ -228,9 +228,7 @@ async def episode(
         launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
         env = environment(context, launch)
-        for command in launch.before:
-            _prepared(harness, command, await _run(command, env, context, deadline))
-        ended = await _run(launch.argv, env, context, deadline)
+        ended = await _run(launch.argv, env, context.work, deadline)
         files, left_out = await asyncio.to_thread(read_files, place.work)
     finally:
         await asyncio.to_thread(place.close)
@@ -268,8 +266,7 @@ async def _inside(harness: Harness, task: Task, context: Context, kind: str, dea
 def needs(harness: Harness, context: Context) -> tuple[Spec, str]:
     """A sandbox in which the program sees itself and its endpoint, and PATH there. Reads files."""
     launch = harness.launch(context)
-    names = [launch.argv[0], *(command[0] for command in launch.before), *harness.requires]
-    return program.spec(names, context.folder, bins(context.folder), context.url)
+    return program.spec([launch.argv[0], *harness.requires], context.folder, bins(context.folder), context.url)
 
 
 async def inside(harness: Harness, context: Context, box: Sandbox, deadline: Deadline) -> Ended | None:
@@ -278,40 +275,27 @@ async def inside(harness: Harness, context: Context, box: Sandbox, deadline: Dea
     _, path = await asyncio.to_thread(needs, harness, context)
     env = {**environment(context, launch), "PATH": path, **launch.env}
     await program.lay(box, {}, launch.files)
-
-    async def run(command: tuple[str, ...]) -> Ended | None:
-        left, cwd = deadline.remaining(), str(context.work)
-        done = await box.execute(command, timeout=left, env=env, cwd=cwd, output=TAIL, tail=True)
-        ended = Ended(done.exit_code, done.stdout, done.stderr, context.work, context.home)
-        return None if done.timed_out else ended
-
-    for command in launch.before:
-        _prepared(harness, command, await run(command))
-    return await run(launch.argv)
-
-
-def _prepared(harness: Harness, command: tuple[str, ...], ended: Ended | None) -> None:
-    if ended is None or ended.code:
-        raise UserError(f"{harness.name} could not be prepared: {command[0]} {_ending(ended)}.")
+    left, cwd = deadline.remaining(), str(context.work)
+    done = await box.execute(launch.argv, timeout=left, env=env, cwd=cwd, output=TAIL, tail=True)
+    return None if done.timed_out else Ended(done.exit_code, done.stdout, done.stderr)
 
 
 def _told(harness: Harness, ended: Ended | None, artifacts: dict[str, Any], deadline: Deadline) -> Episode:
     """The episode that a program which ended so, or had to be ended (None), makes."""
-    artifacts["ended"] = f"{harness.name} {_ending(ended)}"
+    artifacts["ended"] = f"{harness.name} {ending(ended)}"
     result = Episode(trajectories=[Trajectory()], artifacts=artifacts)
     if ended is None:
         result.termination_reason = TerminationReason.TIMEOUT
         result.reason = f"agent did not end within {deadline.seconds + EARLY:.3g} s"
         return result
-    if harness.failed is not None and (why := harness.failed(ended)):
-        raise UserError(f"{harness.name}: {why}; it {_ending(ended)}.")
-    artifacts |= {"exit_code": ended.code, "stdout": ended.stdout, "stderr": ended.stderr}
+    artifacts |= ended.artifacts()
     if harness.answer is not None:
         artifacts["answer"] = harness.answer(ended)
     return result
 
 
-def _ending(ended: Ended | None) -> str:
+def ending(ended: Ended | None) -> str:
+    """How a program ended, in words; None: at the deadline."""
     if ended is None:
         return "did not end in time"
     last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2][:300]
@@ -341,10 +325,10 @@ def environment(context: Context, launch: Launch) -> dict[str, str]:
     }
 
 
-async def _run(argv: tuple[str, ...], env: Mapping[str, str], context: Context, deadline: Deadline) -> Ended | None:
+async def _run(argv: tuple[str, ...], env: Mapping[str, str], work: Path, deadline: Deadline) -> Ended | None:
     """Run a command to its end; None: it was ended at the deadline. Cancelled, it ends the command, too."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=context.work, start_new_session=True,
+        sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=work, start_new_session=True,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None, "it was started with pipes"
@@ -362,7 +346,7 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str], context: Context, 
         await asyncio.wait(tails, timeout=EARLY)
     stdout, stderr = ("" if tail.cancel() else tail.result() for tail in tails)
     code = process.returncode or 0
-    return Ended(code if code >= 0 else 128 - code, stdout, stderr, context.work, context.home) if in_time else None
+    return Ended(code if code >= 0 else 128 - code, stdout, stderr) if in_time else None
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from minirllm import harness
-from minirllm.errors import UserError
 from minirllm.harbor.grading import script
 from minirllm.harbor.task import resolved
 from minirllm.harbor.trial import Agent, Ended, Order
@@ -35,7 +34,7 @@ async def nop(order: Order) -> Ended:
 
 
 def program(one: harness.Harness, full: bool) -> Agent:
-    """Runs an agent program in the task's sandbox. Raises UserError there when that was no attempt."""
+    """Runs an agent program in the task's sandbox."""
 
     async def agent(order: Order) -> Ended:
         deadline = Deadline(order.seconds)
@@ -45,12 +44,8 @@ def program(one: harness.Harness, full: bool) -> Agent:
             seconds=order.seconds,
         )
         ended = await harness.inside(one, context, order.box, deadline)
-        if ended is None:
-            return Ended(f"{one.name} did not end in time", timed_out=True)
-        if one.failed is not None and (why := one.failed(ended)):
-            raise UserError(f"{one.name}: {why}; it ended with exit code {ended.code}.")
-        kept = {"exit_code": ended.code, "stdout": ended.stdout, "stderr": ended.stderr}
-        return Ended(f"{one.name} ended with exit code {ended.code}", artifacts=kept)
+        kept = {} if ended is None else ended.artifacts()
+        return Ended(f"{one.name} {harness.ending(ended)}", ended is None, kept)
 
     return agent
 

@@ -63,7 +63,6 @@ def show(one: Harness, full: bool) -> str:
         "environment:",
         *(f"  {name}={shlex.quote(value)}" for name, value in harness.environment(context, launch).items()),
     ]
-    lines += [f"first: {shlex.join(command)}" for command in launch.before]
     lines.append(f"command: {shlex.join(launch.argv)}")
     for name, text in launch.files.items():
         lines += [f"file {context.home / name}:", *(f"  {line}" for line in text.splitlines())]
