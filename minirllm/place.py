@@ -35,10 +35,7 @@ class Place:
     def __init__(self, split: str, task: str, rollout: int):
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", task)[:24]
         name = f"{split}-{slug}-{sha256(task.encode()).hexdigest()[:8]}-{rollout}"
-        base = Path(tempfile.gettempdir()).resolve() / f"minirllm-{os.getuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
-        if base.stat().st_uid != os.getuid() or base.is_symlink():
-            raise UserError(f"{base} belongs to somebody else: remove it, or set TMPDIR to another folder.")
+        base = own_folder("minirllm")
         for number in range(1, 1000):
             self.root = base / (name if number == 1 else f"{name}-{number}")
             if self._lock():
@@ -73,6 +70,16 @@ class Place:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.root}.lock")
         os.close(self.lock)
+
+
+def own_folder(name: str) -> Path:
+    """A folder for temporary ones, ``name-UID``, that only this user can enter. Raises UserError for one that another
+    user has made."""
+    folder = Path(tempfile.gettempdir()).resolve() / f"{name}-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise UserError(f"{folder} belongs to somebody else: remove it, or set TMPDIR to another folder.")
+    return folder
 
 
 def _remove(folder: Path) -> None:

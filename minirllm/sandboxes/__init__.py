@@ -20,6 +20,7 @@ from typing import Self
 
 from minirllm.config import find
 from minirllm.errors import ConfigError, SandboxError
+from minirllm.files import cache_root
 
 MIB = 2**20
 BASH = "/usr/bin/bash"  # not /bin/bash, nor from PATH: an agent may have put another one there
@@ -191,6 +192,21 @@ def create(name: str, spec: Spec | None = None) -> Sandbox:
     if not made.images and (made.spec.image or made.spec.build):
         raise ConfigError(f"The sandbox {name} has no images: take docker.")
     return made
+
+
+def snapshots(kind: str) -> Path:
+    """The folder in which this kind of sandbox keeps its snapshots, each a folder called by its id."""
+    folder = cache_root() / "snapshots" / kind
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def find_snapshot(kind: str, id: str) -> Path:
+    """Its folder. Raises SandboxError when there is none."""
+    folder = snapshots(kind) / id
+    if not id or Path(id).name != id or not folder.is_dir():
+        raise SandboxError(f"There is no {kind} snapshot {id!r}.")
+    return folder
 
 
 def _pack(local: Path) -> bytes:

@@ -26,7 +26,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -34,8 +33,8 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 
 from minirllm.errors import SandboxError
-from minirllm.files import cache_root
-from minirllm.sandboxes import MIB, WORK, Result, Sandbox, Spec, seccomp
+from minirllm.place import own_folder
+from minirllm.sandboxes import MIB, WORK, Result, Sandbox, Spec, find_snapshot, seccomp, snapshots
 from minirllm.sandboxes.cgroup import Cgroup, end
 from minirllm.sandboxes.netns import Forward
 from minirllm.sandboxes.pipes import Ended, close, communicate
@@ -88,10 +87,7 @@ class Local(Sandbox):
         self.bwrap = _bubblewrap()
         self._shown = [(os.path.realpath(name), name) for name in SYSTEM if os.path.exists(name)]
         self._shown_etc = [(os.path.realpath(name), name) for name in FROM_ETC if os.path.exists(name)]
-        base = Path(tempfile.gettempdir()) / f"minirllm-sandboxes-{os.geteuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
-        if base.is_symlink() or base.stat().st_uid != os.geteuid():
-            raise SandboxError(f"{base} belongs to somebody else: remove it, or set TMPDIR to another folder.")
+        base = own_folder("minirllm-sandboxes")
         number = self._claim(base)
         self.folder = base / str(number)
         if self.as_root:
@@ -129,9 +125,7 @@ class Local(Sandbox):
                 for path in (self.root, *self.root.rglob("*")):
                     os.chown(path, UID, UID)
         else:
-            kept = _snapshots() / self.spec.snapshot
-            if Path(self.spec.snapshot).name != self.spec.snapshot or not self.spec.snapshot or not kept.is_dir():
-                raise SandboxError(f"There is no local snapshot {self.spec.snapshot!r}.")
+            kept = find_snapshot("local", self.spec.snapshot)
             if self.as_root:
                 for name in ("upper", "layer"):
                     (self.folder / name).mkdir()
@@ -173,9 +167,9 @@ class Local(Sandbox):
         return id
 
     def _keep(self, id: str) -> None:
-        partial = _snapshots() / f".{id}.partial"
+        partial = snapshots("local") / f".{id}.partial"
         _command("cp", "-a", "--reflink=auto", str(self.root), str(partial))
-        partial.rename(_snapshots() / id)
+        partial.rename(snapshots("local") / id)
 
     async def execute(
         self,
@@ -325,12 +319,6 @@ def _bubblewrap() -> str:
             "install 'minirllm[sandbox]'), or take the sandbox local-unsafe, which isolates nothing."
         )
     return found
-
-
-def _snapshots() -> Path:
-    folder = cache_root() / "snapshots" / "local"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
 
 
 def _unmount(folder: Path) -> None:

@@ -15,11 +15,9 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from minirllm.errors import SandboxError
-from minirllm.files import cache_root
-from minirllm.sandboxes import WORK, Result, Sandbox
+from minirllm.sandboxes import WORK, Result, Sandbox, find_snapshot, snapshots
 from minirllm.sandboxes.pipes import close, communicate
 
 logger = logging.getLogger(__name__)
@@ -40,10 +38,7 @@ class Unsafe(Sandbox):
             await asyncio.to_thread(self._restore, self.spec.snapshot)
 
     def _restore(self, id: str) -> None:
-        kept = _snapshots() / id
-        if Path(id).name != id or not id or not kept.is_dir():
-            raise SandboxError(f"There is no local-unsafe snapshot {id!r}.")
-        shutil.copytree(kept, self.work, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(find_snapshot("local-unsafe", id), self.work, symlinks=True, dirs_exist_ok=True)
 
     async def close(self) -> None:
         """See `Sandbox.close`."""
@@ -54,7 +49,7 @@ class Unsafe(Sandbox):
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
         id = uuid.uuid4().hex
-        await asyncio.to_thread(lambda: shutil.copytree(self.work, _snapshots() / id, symlinks=True))
+        await asyncio.to_thread(lambda: shutil.copytree(self.work, snapshots("local-unsafe") / id, symlinks=True))
         return id
 
     async def execute(
@@ -88,9 +83,3 @@ class Unsafe(Sandbox):
         return Result(
             ended.stdout, ended.stderr, code if code >= 0 else 128 - code, ended.timed_out, flooded=ended.flooded
         )
-
-
-def _snapshots() -> Path:
-    folder = cache_root() / "snapshots" / "local-unsafe"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
