@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from minirllm.rollouts import Job, Runner
 from minirllm.server import Server, build_app
 from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task, TerminationReason
+from tests.endpoint import until
 from tests.fake_engine import RENDERER, FakeEngine
 from tests.test_reaper import alive
 
@@ -237,9 +238,3 @@ async def test_cancelled_it_is_ended_too(temporary: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: alive("93002") == [] and list(temporary.glob("*/*")) == [])
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110  # processes and folders tell nobody
-            await asyncio.sleep(0.02)

@@ -15,7 +15,9 @@ import pytest
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import MIB, Limits, Result, Sandbox, Spec, create
 from minirllm.sandboxes.local import UID
+from tests.endpoint import until
 
+MARK = f"tests-{os.getpid()}"  # in the environment of all that these tests run
 LIMITS = Limits(memory=96 * MIB, disk=16 * MIB, files=1000, processes=40, output=64 * 1024)
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="limits of a whole sandbox, and ports, need root")
 
@@ -27,17 +29,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def box() -> AsyncIterator[Sandbox]:
-    async with create("local", Spec(limits=LIMITS)) as sandbox:
+    async with create("local", Spec(limits=LIMITS, env={"MARK": MARK})) as sandbox:
         yield sandbox
     assert _owned() == []
 
 
 def _owned() -> list[str]:
-    """Command lines of processes of the sandboxes' user."""
+    """Command lines of processes of the sandboxes' user; other runs of these tests have theirs."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.stat(f"/proc/{pid}").st_uid == UID:
+            if os.stat(f"/proc/{pid}").st_uid == UID and MARK in Path(f"/proc/{pid}/environ").read_text():
                 found.append(Path(f"/proc/{pid}/cmdline").read_text())
         except OSError:
             continue
@@ -46,6 +48,15 @@ def _owned() -> list[str]:
 
 async def python(box: Sandbox, code: str, timeout: float = 30) -> Result:
     return await box.execute(("/usr/bin/python3", "-I", "-c", code), timeout=timeout)
+
+
+@root_only
+async def test_what_runs_is_seen_by_these_tests(box: Sandbox) -> None:
+    running = asyncio.ensure_future(box.run("sleep 60", timeout=60))
+    await until(lambda: any("sleep" in line for line in _owned()))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert _owned() == []
 
 
 @root_only
