@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from minirllm.sandboxes.local import UID
+from minirllm.sandboxes import create
+from minirllm.sandboxes.cgroup import MOUNT
 from tests.test_code import KINDS, judge
 
 PEEK = """
@@ -127,22 +130,31 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_no_trick_passes(kind: str, what: str) -> None:
+async def test_no_trick_passes(temporary: Path, kind: str, what: str) -> None:
     verdict = await judge(HOSTILE[what], KINDS[kind], timeout=5.0)
     assert (verdict.reward, verdict.is_correct) == (0.0, False), verdict
     assert verdict.metadata["passed"] == 0
-    assert os.geteuid() or owned() == []
+    assert groups(temporary) == []
 
 
-def owned() -> list[str]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{pid}").st_uid == UID:
-                found.append(Path(f"/proc/{pid}/cmdline").read_text())
-        except OSError:
-            continue
-    return found
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sandboxes of this test lie in a folder of their own, after which their control groups are called."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def groups(temporary: Path) -> list[Path]:
+    """The control groups of this test's sandboxes: a process that is left keeps its group."""
+    name = sha256(str(temporary / f"minirllm-sandboxes-{os.geteuid()}").encode()).hexdigest()[:8]
+    return [path for at in ("", "pids/", "memory/") for path in MOUNT.glob(f"{at}minirllm/{name}-*")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="control groups need root")
+async def test_a_sandbox_that_runs_has_groups(temporary: Path) -> None:
+    async with create("local"):
+        assert groups(temporary) != []
+    assert groups(temporary) == []
 
 
 async def test_the_word_and_the_tests_are_nowhere_to_be_read() -> None:
