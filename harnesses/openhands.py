@@ -10,7 +10,7 @@ import json
 
 from minirllm.harness import SHELL, Call, Context, Harness, Launch
 
-PROGRAM = '''\
+PROGRAM = """\
 import json, os
 
 from openhands.sdk import LLM, Agent, Conversation, Tool
@@ -25,7 +25,7 @@ else:
 conversation = Conversation(agent=agent, workspace=os.getcwd(), visualizer=None, max_iteration_per_run=100)
 conversation.send_message(os.environ["MINIRLLM_INSTRUCTION"])
 conversation.run()
-'''
+"""
 
 
 def launch(context: Context) -> Launch:

@@ -243,7 +243,10 @@ def from_eval(
 ) -> None:
     """Turn episodes of SOURCES (runs, or folders of `eval --output`) into conversations for `minirllm sft`."""
     curate = _module("tools.curate")
+    if val is not None and val.resolve() == out.resolve():
+        raise UserError("--val and --out name the same file: one would take the place of the other.")
     folders = [Path(name) if Path(name).is_dir() else _run(name, runs_dir) for name in sources]
+    folders = list(dict.fromkeys(folder.resolve() for folder in folders))  # one given twice counts once
     rows, tasks = curate.curate(folders, curate.Wanted(**wanted))
     kept, held = curate.split(rows, val_fraction, seed) if val else (rows, [])
     curate.write(out, kept)

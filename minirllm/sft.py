@@ -51,7 +51,7 @@ def read_rows(path: Path) -> list[Row]:
     """The conversations of a JSON-lines file: ``{"messages": [...], "tools": [...]}`` a line, as chat completions have
     them. Raises DataError naming the line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from None
     rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -65,7 +65,7 @@ def _row(line: str, where: str) -> Row:
         value = json.loads(line)
         fields = {"messages": value["messages"], "tools": value.get("tools")}
         request = chat.parse(fields)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # an integer may be too long for Python
         raise DataError(f"{where} is no JSON: {error}.") from None
     except (KeyError, TypeError, AttributeError):
         raise DataError(f"{where} must be a JSON object with a list of messages.") from None

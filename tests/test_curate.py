@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from minirllm import cli, sft
 from minirllm.errors import UserError
@@ -147,3 +147,18 @@ def test_three_commands_from_an_evaluation_to_new_weights(tmp_path: Path, monkey
     told = minirllm("sft", "rows.jsonl", "--model", "tiny", "--epochs", "1", "--batch-size", "2", "--run", "tuned")
     assert "loss" in told
     assert (tmp_path / "runs" / "tuned" / "checkpoints").is_dir()
+
+
+def test_a_source_given_twice_counts_once_and_two_outputs_need_two_files(tmp_path: Path) -> None:
+    place(tmp_path, episode("a", 0, 1.0))
+    source, out = str(tmp_path), tmp_path / "rows.jsonl"
+
+    def from_eval(*words: str) -> Result:
+        return CliRunner().invoke(cli.cli, ["dataset", "from-eval", *words, "--out", str(out)], prog_name="minirllm")
+
+    assert from_eval(source, f"{source}/").exit_code == 0
+    assert len(out.read_text().splitlines()) == 1
+    said = from_eval(source, "--val", f"{source}/episodes/../rows.jsonl")
+    assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
+    assert "the same file" in said.stderr
+    assert len(out.read_text().splitlines()) == 1

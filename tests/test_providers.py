@@ -9,7 +9,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,39 @@ def test_a_damaged_file_is_a_sentence_without_what_is_in_it(text: str) -> None:
     said = refused("model", "show")
     assert str(profiles.path()) in said
     assert SECRET not in said
+
+
+def test_bytes_that_are_no_text_are_refused_and_leave_nothing(home: Path) -> None:
+    said = refused("model", "setup", "--base-url", "http://localhost:9/v1", "--model", "\udcff")
+    assert "write it in UTF-8" in said
+    assert list((home / ".minirllm").iterdir()) == []
+
+
+def test_a_link_to_a_file_elsewhere_stays_one(home: Path) -> None:
+    (home / "mine").mkdir()
+    model("setup", "--provider", "vllm", "--model", "m")
+    profiles.path().rename(home / "mine" / "providers.toml")
+    profiles.path().symlink_to(home / "mine" / "providers.toml")
+    model("swap", "--model", "other")
+    assert profiles.path().is_symlink()
+    assert "other" in (home / "mine" / "providers.toml").read_text()
+    assert stat.S_IMODE(profiles.path().stat().st_mode) == 0o600
+
+
+def test_changes_at_the_same_time_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them reads the file, and replaces it."""
+    load = profiles.load
+
+    def slow() -> profiles.Stored:
+        stored = load()
+        time.sleep(0.05)
+        return stored
+
+    monkeypatch.setattr(profiles, "load", slow)
+    given = [{"base_url": "http://localhost:9/v1", "model": "m", "name": f"p{i}"} for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda one: setup(one, None), given))
+    assert sorted(load().profiles) == sorted(one["name"] for one in given)
 
 
 def test_a_home_that_cannot_be_written_is_a_sentence(home: Path) -> None:

@@ -309,3 +309,10 @@ asyncio.run(main())"""
     assert not os.path.ismount(folder)
     assert not folder.exists()
     assert _owned() == []
+
+
+@root_only
+async def test_a_port_that_cannot_be_is_said_in_a_sentence() -> None:
+    async with create("local", Spec(limits=LIMITS, forward={70_000: ("127.0.0.1", 9)})) as box:
+        with pytest.raises(SandboxError, match="Port 70000 cannot be opened"):
+            await box.run("true", timeout=10)

@@ -34,6 +34,13 @@ async def box(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
         yield sandbox
 
 
+@pytest.fixture(params=["local", "local-unsafe"])
+async def own(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    """One whose commands are started by us, not by a daemon."""
+    async with create(request.param, Spec(limits=LIMITS)) as sandbox:
+        yield sandbox
+
+
 async def test_a_command_gives_both_outputs_and_its_exit_code(box: Sandbox) -> None:
     done = await box.run("echo out; echo err >&2; exit 3", timeout=10)
     assert (done.stdout, done.stderr, done.exit_code) == ("out\n", "err\n", 3)
@@ -78,6 +85,12 @@ async def test_the_last_of_a_flood_is_kept_when_that_is_asked_for(box: Sandbox) 
     done = await box.execute(argv, timeout=60, output=1000, tail=True)
     assert (done.flooded, done.exit_code, len(done.raw_stdout), len(done.raw_stderr)) == (False, 3, 1000, 1000)
     assert done.stdout.endswith("199999\n200000\n")
+
+
+async def test_a_flood_of_one_that_got_away_is_cut_off(own: Sandbox) -> None:
+    """It still holds the outputs, and nobody reads them."""
+    done = await own.run("setsid yes & sleep 100", timeout=60, stdin=b"x" * 2_000_000)
+    assert (done.flooded, done.timed_out, done.exit_code) == (True, False, 137)
 
 
 async def test_files_stay_and_processes_do_not(box: Sandbox) -> None:
@@ -199,6 +212,87 @@ def _commands() -> list[bytes]:
         except OSError:
             continue
     return found
+
+
+async def test_a_program_that_removes_its_folder_fails_by_itself(own: Sandbox) -> None:
+    """No SandboxError: whoever could have one raised, could choose not to be graded."""
+    box = own
+    await box.run('cd / && rm -rf "$W"', timeout=10, env={"W": box.work})
+    for _ in range(2):
+        done = await box.run("echo never", timeout=10)
+        assert (done.exit_code, done.stdout, done.timed_out) == (125, "", False)
+        assert "o such f" in done.stderr
+    assert (await box.run("echo here", timeout=10, cwd="/usr")).stdout == "here\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        ((), {}), (("",), {}), (("a=b", "ls"), {}), (("true", "\ud800"), {}), (("true", "a\0b"), {}),
+        (("true",), {"": "x"}), (("true",), {"A=B": "x"}), (("true",), {"A": "\udfff"}), (("true",), {"A": "a\0--b"}),
+        (("true", "x" * 3_000_000), {}),
+    ],
+)  # fmt: skip
+async def test_what_no_system_can_start_is_said_in_a_sentence(
+    box: Sandbox, argv: tuple[str, ...], env: dict[str, str]
+) -> None:
+    with pytest.raises(SandboxError):
+        await box.execute(argv, timeout=10, env=env)
+    box.spec = Spec(env=env)  # the sandbox's own variables reach every command, too
+    with pytest.raises(SandboxError):
+        await box.execute(argv, timeout=10)
+
+
+async def test_a_program_whose_name_looks_like_an_option_is_a_program(own: Sandbox) -> None:
+    await own.write("--help", b"#!/bin/sh\necho run", mode=0o755)
+    done = await own.execute(("--help",), timeout=10, env={"PATH": f"{own.work}:/usr/bin:/bin"})
+    assert (done.exit_code, done.stdout) == (0, "run\n")
+
+
+async def test_a_snapshot_that_failed_leaves_nothing(own: Sandbox, tmp_path: Path) -> None:
+    box = own
+    running = asyncio.create_task(
+        box.run("while :; do for i in $(seq 300); do echo > f$i; done; rm -f f*; done", timeout=60)
+    )
+    await asyncio.sleep(0.5)
+    kept = []
+    for _ in range(60):
+        try:
+            kept.append(await box.snapshot())
+        except SandboxError:
+            break
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert sorted(path.name for path in (tmp_path / "cache" / "snapshots").glob("*/*")) == sorted(kept)
+
+
+@pytest.mark.parametrize("name", ["local", "local-unsafe"])
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def use() -> None:
+        async with create(name, Spec(limits=LIMITS)):
+            await asyncio.sleep(100)
+
+    async with create(name, Spec(limits=LIMITS)):  # what is done once in a process is done
+        pass
+    for _ in range(6):
+        tasks = [asyncio.create_task(use()) for _ in range(10)]
+        for task in tasks:
+            await asyncio.sleep(0.005)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    left = (*tmp_path.glob("minirllm-sandboxes-*/*"), *tmp_path.glob("minirllm-unsafe-*"))
+    assert {path.suffix for path in left} <= {".lock"}
+
+
+@pytest.mark.parametrize("limits", [{"disk": 0}, {"memory": -1}, {"cpus": 0.0}, {"processes": 0}, {"cpus": 0 * 1e999}])
+def test_a_limit_that_means_no_limit_is_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(SandboxError, match=f"limit {next(iter(limits))} of a sandbox must be above 0"):
+        Limits(**limits)
 
 
 async def test_a_closed_sandbox_runs_nothing(box: Sandbox) -> None:

@@ -128,6 +128,8 @@ async def test_a_run_learns_measures_and_repeats_and_a_killed_one_goes_on_to_the
     ("line", "words"),
     [
         ("{", r"line 2 is no JSON"),
+        ("[" * 100_000, r"line 2 is no JSON"),
+        ('{"messages": ' + "9" * 5000 + "}", r"line 2 is no JSON"),
         ("[]", r"line 2 must be a JSON object with a list of messages"),
         ('{"text": "x"}', r"line 2 must be a JSON object with a list of messages"),
         ('{"messages": []}', r"line 2: messages must be a list with at least one message"),
@@ -141,6 +143,11 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path, line: str, words: str)
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
     with pytest.raises(DataError, match=words):
         read_rows(path)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text(json.dumps(ROWS[0]) + "\r\n", encoding="utf-8-sig")
+    assert len(read_rows(tmp_path / "rows")) == 1
 
 
 def test_no_rows_and_no_file_are_said(tmp_path: Path) -> None:

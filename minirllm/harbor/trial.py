@@ -90,9 +90,7 @@ def spec(task: HarborTask) -> Spec:
     )
 
 
-async def run(
-    task: HarborTask, agent: Agent, kind: str, model: AgentConfig, needs: Spec = NOTHING
-) -> Episode:
+async def run(task: HarborTask, agent: Agent, kind: str, model: AgentConfig, needs: Spec = NOTHING) -> Episode:
     """One trial, graded. The agent sees the folders and the ports that it `needs`; tests have no ports. Raises
     SandboxError when there was none."""
     deadline = Deadline(model.metadata.get("timeout", 600.0) - 1.0)

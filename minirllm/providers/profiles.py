@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import stat
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,24 @@ def _parse(file: Path, values: Mapping[str, Any]) -> Stored:
     return stored
 
 
+@contextlib.contextmanager
+def changing() -> Iterator[Stored]:
+    """What is stored, to be changed: saved at the end, and not changed by another process meanwhile."""
+    file = path()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(file.parent, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"Cannot write {file}: {why(error)}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stored = load()
+        yield stored
+        save(stored)
+    finally:
+        os.close(lock)
+
+
 def save(stored: Stored) -> None:
     """Replace the file: whole, for its user's eyes only. Raises UserError when it cannot be written."""
     lines = [HEADER, f"active = {_text(stored.active)}\n"]
@@ -124,13 +143,15 @@ def save(stored: Stored) -> None:
         lines.append(f"\n[profiles.{_text(profile.name)}]\n")
         entry = {name: value for name, value in dataclasses.asdict(profile).items() if name != "name" and value}
         lines += [f"{name} = {_text(value)}\n" for name, value in entry.items()]
-    file, partial = path(), ""
+    file, partial, text = path(), "", "".join(lines)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError("A name, model or URL has bytes that are no text: write it in UTF-8.")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.parent.chmod(0o700)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = file.resolve()  # a link to it stays one
         descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=".config-")  # made with mode 0600
         with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write("".join(lines))
+            opened.write(text)
             opened.flush()
             os.fsync(descriptor)
         Path(partial).replace(file)

@@ -21,7 +21,7 @@ Ask = Callable[[str, str, bool], str]  # (question, what an empty answer means, 
 def setup(given: Mapping[str, str], ask: Ask | None) -> str:
     """Store a provider and make it the active one. `given` are the options: provider, base_url, model, key, key_env,
     name. What is missing is asked for; without anyone to `ask` it is an error. Returns what to tell the user."""
-    stored = profiles.load()
+    profiles.load()  # a file that is broken is said before anything is asked
     provider = given.get("provider") or ("" if given.get("base_url") else _ask(ask, "Provider", "provider", "openai"))
     if provider and not re.fullmatch(r"[\w.-]{1,60}", provider):
         raise ConfigError("A provider's name is made of letters, digits, dots, dashes and underscores.")
@@ -39,10 +39,10 @@ def setup(given: Mapping[str, str], ask: Ask | None) -> str:
         )
     model = (given.get("model") or _ask(ask, "Model", "model", "")).strip()
     key, key_env = _key(given, ask, KNOWN[named].key_env if named else "", bool(named))
-    stored.profiles[name] = Profile(name, named, url, model, key, key_env)
-    stored.active = name
-    profiles.save(stored)
-    return f"Stored in {profiles.path()}:\n{line(stored.profiles[name], True)}\nUse it: --provider {ACTIVE}, or {name}."
+    profile = Profile(name, named, url, model, key, key_env)
+    with profiles.changing() as stored:
+        stored.profiles[name], stored.active = profile, name
+    return f"Stored in {profiles.path()}:\n{line(profile, True)}\nUse it: --provider {ACTIVE}, or {name}."
 
 
 def _ask(ask: Ask | None, question: str, option: str, default: str, secret: bool = False) -> str:
@@ -92,15 +92,14 @@ def line(profile: Profile, active: bool) -> str:
 
 def swap(name: str, model: str) -> str:
     """Make the profile `name` the active one (empty: leave it), and `model` its model (empty: leave it)."""
-    stored = profiles.load()
-    name = name or stored.active
-    if name not in stored.profiles:
-        names = list(stored.profiles)
-        have = f"there are {', '.join(names)}" if names else "there are none"
-        raise ConfigError(
-            f"There is no profile {name!r}{nearest(name, names)}: {have}; `minirllm model setup` makes one."
-        )
-    stored.active = name
-    stored.profiles[name] = replace(stored.profiles[name], model=model or stored.profiles[name].model)
-    profiles.save(stored)
+    with profiles.changing() as stored:
+        name = name or stored.active
+        if name not in stored.profiles:
+            names = list(stored.profiles)
+            have = f"there are {', '.join(names)}" if names else "there are none"
+            raise ConfigError(
+                f"There is no profile {name!r}{nearest(name, names)}: {have}; `minirllm model setup` makes one."
+            )
+        stored.active = name
+        stored.profiles[name] = replace(stored.profiles[name], model=model or stored.profiles[name].model)
     return line(stored.profiles[name], True)

@@ -10,18 +10,20 @@ what stays is files. `snapshot` keeps files only: no process, no memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from minirllm.config import find
 from minirllm.errors import ConfigError, SandboxError
 from minirllm.files import cache_root
 
+T = TypeVar("T")
 MIB = 2**20
 BASH = "/usr/bin/bash"  # not /bin/bash, nor from PATH: an agent may have put another one there
 WORK = "/work"  # where commands run unless told otherwise
@@ -38,6 +40,11 @@ class Limits:
     disk: int = 1024 * MIB  # bytes of all files written, snapshots included
     files: int = 65_536
     output: int = MIB  # bytes kept of each of stdout and stderr (command); one that writes more is ended
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:  # to the system below, 0 may mean: no limit
+                raise SandboxError(f"The limit {name} of a sandbox must be above 0, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,9 @@ class Sandbox(ABC):
     ) -> Result:
         """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
         the sandbox's own, never this process's; `output` overrides the limit, and with `tail` so many of the last bytes
-        are kept, however many there were. Raises SandboxError when the sandbox itself fails, never for what the program
-        does."""
+        are kept, however many there were. Raises SandboxError when the sandbox itself fails or `cwd` is no folder,
+        never for what programs do: where one has removed the folder that commands begin in unless told otherwise, the
+        next has exit code 125."""
 
     @abstractmethod
     async def snapshot(self) -> str:
@@ -207,6 +215,35 @@ def find_snapshot(kind: str, id: str) -> Path:
     if not id or Path(id).name != id or not folder.is_dir():
         raise SandboxError(f"There is no {kind} snapshot {id!r}.")
     return folder
+
+
+def checked(argv: Sequence[str], env: Mapping[str, str], cwd: str = "") -> None:
+    """Raises SandboxError when no system could start a program with these."""
+    if not argv or not argv[0] or "=" in argv[0]:
+        raise SandboxError(f"A command begins with the name of a program, without =, got {list(argv)[:1]}.")
+    if wrong := [name for name in env if not name or "=" in name]:
+        raise SandboxError(f"The name of a variable has at least one character and no =, got {wrong[0]!r}.")
+    if any("\0" in text or not _encodes(text) for text in (*argv, *env, *env.values(), cwd)):
+        raise SandboxError("A command, its folder and its variables have no NUL and no half of a character.")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        return bool(text.encode()) or not text
+    except UnicodeEncodeError:  # half of a surrogate pair: what a model writes as "\\ud800"
+        return False
+
+
+async def to_end(function: Callable[..., T], *arguments: Any) -> T:
+    """In a thread, and to its end even when the caller is cancelled meanwhile: what it makes must not be left, and what
+    it removes not be half there. The caller is cancelled after that."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
 
 
 def _pack(local: Path) -> bytes:

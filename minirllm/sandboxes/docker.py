@@ -26,7 +26,7 @@ from typing import Any
 from docker.errors import DockerException
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import BASH, MIB, WORK, Result, Sandbox, Spec, engine
+from minirllm.sandboxes import BASH, MIB, WORK, Result, Sandbox, Spec, checked, engine
 from minirllm.sandboxes.cgroup import MOUNT, end
 from minirllm.sandboxes.netns import Forward
 
@@ -136,8 +136,8 @@ class Docker(Sandbox):
         """See `Sandbox.execute`."""
         if not self.container:
             raise SandboxError("The sandbox is closed.")
-        if any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values(), cwd or "")):
-            raise SandboxError("A command, its folder and its variables have no NUL.")
+        variables = {**self.spec.env, **(env or {})}
+        checked(argv, variables, cwd or "")
         await asyncio.to_thread(self._revive)
         if self._forward.ports != self.spec.forward:
             await self._forward.close()
@@ -145,7 +145,7 @@ class Docker(Sandbox):
             await self._forward.open(self.pid)
         call = _Call(self, uuid.uuid4().hex)
         try:
-            await asyncio.to_thread(call.create, argv, {**self.spec.env, **(env or {})}, cwd or self.work)
+            await asyncio.to_thread(call.create, argv, variables, cwd or self.work)
             return await call.run(stdin, output or self.spec.limits.output, timeout, tail)
         finally:
             await asyncio.shield(asyncio.to_thread(call.end))

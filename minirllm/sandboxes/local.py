@@ -34,13 +34,25 @@ from pathlib import Path, PurePosixPath
 
 from minirllm.errors import SandboxError
 from minirllm.place import own_folder
-from minirllm.sandboxes import MIB, WORK, Result, Sandbox, Spec, find_snapshot, seccomp, snapshots
+from minirllm.sandboxes import (
+    MIB,
+    WORK,
+    Result,
+    Sandbox,
+    Spec,
+    checked,
+    find_snapshot,
+    seccomp,
+    snapshots,
+    to_end,
+)
 from minirllm.sandboxes.cgroup import Cgroup, end
 from minirllm.sandboxes.netns import Forward
-from minirllm.sandboxes.pipes import Ended, close, communicate
+from minirllm.sandboxes.pipes import Ended, communicate, gone
 
 logger = logging.getLogger(__name__)
 
+ENTER = "/usr/bin/env"  # goes into the folder as the sandbox's user, when the sandbox stands
 UID = 60001  # owns no file and no process of the machine
 PLACES = 512  # sandboxes at once
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -76,7 +88,7 @@ class Local(Sandbox):
         """See `Sandbox.start`."""
         if not self.as_root:
             logger.warning("not root: a local sandbox limits memory per process and disk per file only")
-        await asyncio.to_thread(self._make)
+        await to_end(self._make)
         if not Local.proven:
             probe = await self.execute(("/usr/bin/true",), timeout=20)
             if probe.exit_code:
@@ -149,7 +161,7 @@ class Local(Sandbox):
         """See `Sandbox.close`."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
-            await asyncio.to_thread(self._remove, lock)
+            await to_end(self._remove, lock)
 
     def _remove(self, lock: int) -> None:
         if self.cgroup is not None:
@@ -163,13 +175,16 @@ class Local(Sandbox):
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
         id = uuid.uuid4().hex
-        await asyncio.to_thread(self._keep, id)
+        await to_end(self._keep, id)
         return id
 
     def _keep(self, id: str) -> None:
         partial = snapshots("local") / f".{id}.partial"
-        _command("cp", "-a", "--reflink=auto", str(self.root), str(partial))
-        partial.rename(snapshots("local") / id)
+        try:
+            _command("cp", "-a", "--reflink=auto", str(self.root), str(partial))
+            partial.rename(snapshots("local") / id)
+        finally:  # a full disk, or files that went while they were copied
+            shutil.rmtree(partial, ignore_errors=True)
 
     async def execute(
         self,
@@ -185,15 +200,18 @@ class Local(Sandbox):
         """See `Sandbox.execute`."""
         if self._lock < 0:
             raise SandboxError("The sandbox is closed.")
-        if any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values(), cwd or "")):
-            raise SandboxError("A command, its folder and its variables have no NUL.")
         variables = {**ENV, **self.spec.env, **(env or {})}
-        call = await asyncio.to_thread(_Call, self, self._options(variables, cwd or WORK))
+        checked(argv, variables, cwd or "")
+        begin = [ENTER, f"--chdir={WORK}", f"PWD={WORK}"] if cwd is None else [ENTER]
+        call = await asyncio.to_thread(_Call, self, self._options(variables, cwd or "/"))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *call.command, *self._limited(), *argv, pass_fds=[file.fileno() for file in call.inside],
-                stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env={}, cwd="/",
-            )  # fmt: skip
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *call.command, *self._limited(), *begin, *argv, pass_fds=[file.fileno() for file in call.inside],
+                    stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env={}, cwd="/",
+                )  # fmt: skip
+            except OSError as error:
+                raise SandboxError(f"The command cannot be started: {error.strerror}.") from None
             call.status_out.close()
             forward = Forward(self.spec.forward)
             try:
@@ -201,12 +219,11 @@ class Local(Sandbox):
                     await call.connect(forward)
                 ended = await communicate(process, stdin, output or self.spec.limits.output, timeout, tail)
             finally:
-                await asyncio.to_thread(call.end)
+                await to_end(call.end)
                 if process.returncode is None:  # without a group
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-                close(process)
+                await gone(process)
                 await forward.close()
             return await asyncio.to_thread(call.result, ended)
         finally:

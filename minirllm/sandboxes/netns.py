@@ -26,7 +26,10 @@ MAX_CONNECTIONS = 256  # of one sandbox at once
 def listen(pid: int, port: int) -> socket.socket:
     """A socket that listens on 127.0.0.1:`port` where process `pid` lives, made by a thread of its own."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_listen, pid, port).result()
+        try:
+            return thread.submit(_listen, pid, port).result()
+        except (OSError, OverflowError) as error:
+            raise SandboxError(f"Port {port} cannot be opened in the sandbox: {error}.") from None
 
 
 def _listen(pid: int, port: int) -> socket.socket:
@@ -36,11 +39,13 @@ def _listen(pid: int, port: int) -> socket.socket:
     try:
         if libc.setns(other, CLONE_NEWNET):
             raise SandboxError(f"The sandbox's network cannot be entered: {os.strerror(ctypes.get_errno())}.")
-        made = socket.socket()
-        made.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
-        made.bind(("127.0.0.1", port))
-        made.listen(64)
-        made.setblocking(False)
+        with contextlib.ExitStack() as failing:
+            made = failing.enter_context(socket.socket())
+            made.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+            made.bind(("127.0.0.1", port))
+            made.listen(64)
+            made.setblocking(False)
+            failing.pop_all()
         return made
     finally:
         libc.setns(own, CLONE_NEWNET)

@@ -1,6 +1,6 @@
 """Talking to a program: all of its input, its output up to a limit, until it ends, floods or is out of time.
 
-Owns: `communicate`, `close`. Does not know: sandboxes, how a program is ended.
+Owns: `communicate`, `gone`. Does not know: sandboxes, how a program is ended.
 """
 
 from __future__ import annotations
@@ -64,9 +64,18 @@ async def communicate(
     return ended
 
 
-def close(process: asyncio.subprocess.Process) -> None:
-    """Let go of the pipes of a program that has ended; asyncio does so only for those that it has read to their end."""
-    process._transport.close()  # type: ignore[attr-defined]
+async def gone(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a program that has ended or was killed. Its pipes are let go first: `wait` waits for their ends,
+    too, which do not come when nobody reads on after a flood, or a process that was not killed holds them."""
+    transport = process._transport  # type: ignore[attr-defined]
+    stdin, *outputs = [transport.get_pipe_transport(number) for number in range(3)]
+    if stdin.get_write_buffer_size():  # which nobody will read
+        stdin.abort()
+    for pipe in (stdin, *outputs):
+        pipe.close()
+    code = await process.wait()
+    transport.close()
+    return code
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:

@@ -17,8 +17,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import WORK, Result, Sandbox, find_snapshot, snapshots
-from minirllm.sandboxes.pipes import close, communicate
+from minirllm.sandboxes import WORK, Result, Sandbox, checked, find_snapshot, snapshots, to_end
+from minirllm.sandboxes.pipes import communicate, gone
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +33,31 @@ class Unsafe(Sandbox):
                 "local-unsafe has this machine's network and files: it forwards no ports and binds nothing."
             )
         logger.warning("local-unsafe isolates nothing: commands can do whatever this user can")
-        self.work = await asyncio.to_thread(tempfile.mkdtemp, prefix="minirllm-unsafe-")
-        if self.spec.snapshot is not None:
-            await asyncio.to_thread(self._restore, self.spec.snapshot)
+        await to_end(self._make, self.spec.snapshot)
 
-    def _restore(self, id: str) -> None:
-        shutil.copytree(find_snapshot("local-unsafe", id), self.work, symlinks=True, dirs_exist_ok=True)
+    def _make(self, id: str | None) -> None:
+        self.work = tempfile.mkdtemp(prefix="minirllm-unsafe-")
+        if id is not None:
+            shutil.copytree(find_snapshot("local-unsafe", id), self.work, symlinks=True, dirs_exist_ok=True)
 
     async def close(self) -> None:
         """See `Sandbox.close`."""
         if self.work != WORK:
-            await asyncio.to_thread(shutil.rmtree, self.work, ignore_errors=True)
-            self.work = WORK
+            work, self.work = self.work, WORK
+            await to_end(shutil.rmtree, work, True)
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
         id = uuid.uuid4().hex
-        await asyncio.to_thread(lambda: shutil.copytree(self.work, snapshots("local-unsafe") / id, symlinks=True))
+        await to_end(self._keep, id)
         return id
+
+    def _keep(self, id: str) -> None:
+        try:
+            shutil.copytree(self.work, snapshots("local-unsafe") / id, symlinks=True)
+        except OSError as error:  # a full disk, or files that went while they were copied
+            shutil.rmtree(snapshots("local-unsafe") / id, ignore_errors=True)
+            raise SandboxError(f"The files cannot be kept: {str(error)[:300]}.") from None
 
     async def execute(
         self,
@@ -67,6 +74,9 @@ class Unsafe(Sandbox):
         if self.work == WORK:
             raise SandboxError("The sandbox is closed.")
         variables = {"PATH": os.defpath, "HOME": self.work, "LANG": "C.UTF-8", **self.spec.env, **(env or {})}
+        checked(argv, variables, cwd or "")
+        if cwd is None and not await asyncio.to_thread(os.path.isdir, self.work):
+            return Result(b"", f"{self.work}: no such folder\n".encode(), 125)
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env=variables, cwd=cwd or self.work
@@ -78,8 +88,7 @@ class Unsafe(Sandbox):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            code = await process.wait()
-            close(process)
+            code = await gone(process)
         return Result(
             ended.stdout, ended.stderr, code if code >= 0 else 128 - code, ended.timed_out, flooded=ended.flooded
         )
