@@ -233,7 +233,9 @@ async def _http_error(request: Request, problem: Exception) -> Response:
         405: f"{request.method} is not allowed here.",
     }
     shaped = RequestError(text.get(problem.status_code, problem.detail), status=problem.status_code)
-    return JSONResponse(openai_error(shaped), problem.status_code, headers=problem.headers)
+    route = request.scope.get("endpoint")  # that of a route whose method this is not
+    shape = route.dialect.error if isinstance(route, ModelRoute) else openai_error
+    return JSONResponse(shape(shaped), problem.status_code, headers=problem.headers)
 
 
 async def _client_gone(request: Request, problem: Exception) -> Response:

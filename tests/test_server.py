@@ -15,7 +15,8 @@ import httpx
 import openai
 import pytest
 
-from minirllm.errors import UserError
+from minirllm.dialects import DIALECTS
+from minirllm.errors import RequestError, UserError
 from minirllm.server import Server, build_app
 from minirllm.session import Session
 from minirllm.sessions import Sessions
@@ -283,3 +284,17 @@ async def test_a_connection_that_was_reset_is_forgotten(place: Place) -> None:
     await asyncio.sleep(0)
     gc.collect()
     assert forgotten() is None
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+async def test_a_wrong_method_is_told_in_the_shape_of_the_route(place: Place, name: str) -> None:
+    dialect = DIALECTS[name]
+    shape = dialect.error(RequestError("x", status=405))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for route in (*dialect.ROUTES, *dialect.COUNT):
+            for base in (place.base, place.url.removesuffix("/v1")):
+                response = await client.put(base + route.replace("{model}", "tiny"))
+                assert response.status_code == 405
+                assert response.headers["allow"]
+                assert response.json().keys() == shape.keys()
+                assert response.json()["error"].keys() == shape["error"].keys()
