@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "0" if os.environ.get("MINIRLLM_NET") ==
 os.environ.setdefault("HF_DATASETS_OFFLINE", os.environ["HF_HUB_OFFLINE"])
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # bits and speed must not depend on the machine's core count
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +20,12 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 import engine
 import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
+
+
+def pytest_configure() -> None:
+    """In the background of a script SIGINT is ignored, and every program that a test starts would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

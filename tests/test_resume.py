@@ -35,12 +35,10 @@ def command(runs: Path, name: str, *options: str, task: str = TASK) -> list[str]
 
 
 def start(runs: Path, name: str, *options: str, task: str = TASK, **environment: str) -> subprocess.Popen[str]:
-    """In a process group of its own and hearing SIGINT, as a shell starts it: the terminal's Ctrl-C goes to all of the
-    group. Where the tests run in the background of a script, SIGINT is ignored, and that is inherited."""
+    """In a process group of its own, as a shell starts it: the terminal's Ctrl-C goes to all of the group."""
     return subprocess.Popen(
         command(runs, name, *options, task=task), env={**ENVIRONMENT, **environment}, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, process_group=0,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
