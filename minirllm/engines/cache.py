@@ -71,6 +71,11 @@ class SlotCache:
             x.copy_(y)
             y.copy_(kept)
 
+    def erase(self, slot: int) -> None:
+        """Zeros: what was stored there may not be finite."""
+        for x in self._parts(slot, self.capacity):
+            x.zero_()
+
     def _parts(self, slot: int, length: int) -> Iterator[Tensor]:
         for layer, keys_SKDC in self.keys.items():
             yield keys_SKDC[slot, :, :, :length]

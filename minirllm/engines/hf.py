@@ -75,7 +75,7 @@ class HFEngine:
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []  # in order of arrival
         self._numbers = itertools.count()
-        self._moves: list[tuple[str, tuple[int, ...]]] = []
+        self._moves: list[tuple[str, tuple[int, ...]]] = []  # methods of the cache, by name
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ended: str | None = "the engine was not started"

@@ -27,6 +27,7 @@ T = TypeVar("T")
 MIB = 2**20
 BASH = "/usr/bin/bash"  # not /bin/bash, nor from PATH: an agent may have put another one there
 WORK = "/work"  # where commands run unless told otherwise
+MAX_ARGUMENT = 128 * 1024  # bytes: Linux's own limit, see execve(2)
 FILE_SECONDS = 120.0  # for one transfer
 
 
@@ -225,6 +226,8 @@ def checked(argv: Sequence[str], env: Mapping[str, str], cwd: str = "") -> None:
         raise SandboxError(f"The name of a variable has at least one character and no =, got {wrong[0]!r}.")
     if any("\0" in text or not _encodes(text) for text in (*argv, *env, *env.values(), cwd)):
         raise SandboxError("A command, its folder and its variables have no NUL and no half of a character.")
+    if any(len(text.encode()) >= MAX_ARGUMENT for text in argv):
+        raise SandboxError(f"An argument of a command has less than {MAX_ARGUMENT} bytes: give more by its input.")
 
 
 def _encodes(text: str) -> bool:
