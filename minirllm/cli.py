@@ -60,7 +60,9 @@ def cli() -> None:
 )
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
-    """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name."""
+    """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name.
+
+    A task may set options of its own (DEFAULTS in its file); the defaults below hold where it does not."""
     module = flow.load_task(task)
     settings = chosen(options, module.defaults)
     folder = settings.run_folder(module.name)
@@ -248,13 +250,16 @@ def from_eval(
     folders = [Path(name) if Path(name).is_dir() else _run(name, runs_dir) for name in sources]
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))  # one given twice counts once
     rows, tasks = curate.curate(folders, curate.Wanted(**wanted))
+    if not rows:
+        raise UserError(f"No episode of {tasks} tasks was taken: --filter and --select choose others.")
     kept, held = curate.split(rows, val_fraction, seed) if val else (rows, [])
     curate.write(out, kept)
     said = f"{len(kept)} rows of {len({row['task_id'] for row in kept})} of {tasks} tasks in {out}"
     if val is not None:
         curate.write(val, held)
         said += f", {len(held)} in {val}"
-    click.echo(said + (f"; learn from them: minirllm sft {shlex.quote(str(out))}" if kept else "; nothing was taken"))
+    held_out = ["--val", str(val)] if val else []
+    click.echo(f"{said}; learn from them: {shlex.join(['minirllm', 'sft', str(out), *held_out])} (with their --model)")
 
 
 @cli.command()

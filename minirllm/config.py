@@ -50,7 +50,7 @@ class Config:
     sandbox: str = option("", "where the agent works and is graded: local, docker, local-unsafe, or module:attr")
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
-    batch_size: int = option(8, "tasks per step", 1)
+    batch_size: int = option(8, "tasks (or rows, of fine-tuning) per step", 1)
     group_size: int = option(8, "rollouts per task", 1)
     seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
     concurrency: int = option(64, "rollouts in flight", 1)

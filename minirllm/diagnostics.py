@@ -50,22 +50,22 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def _variety(episodes: Sequence[Episode]) -> dict[str, float]:
     """``distinct_answers``: the share of a task's rollouts whose answer is like no earlier one's, mean over tasks;
-    ``distinct_grams``: of all runs of GRAM sampled tokens the same; ``answer_length``: sampled, per episode."""
+    ``distinct_grams``: the same of the runs of GRAM tokens within one sample; ``answer_length``: tokens per episode."""
     answers: dict[str, list[str]] = {}
-    grams, total, tokens = set[tuple[int, ...]](), 0, 0
+    variety, tokens = list[float](), 0
     for episode in episodes:
         answers.setdefault(episode.task_id, []).append(episode.answer)
         for node in episode.tree.nodes if episode.tree else ():
             if node.sampled:
                 runs = list(zip(*(node.tokens[offset:] for offset in range(GRAM)), strict=False))
-                grams.update(runs)
-                total, tokens = total + len(runs), tokens + len(node.tokens)
+                variety += [len(set(runs)) / len(runs)] if runs else []
+                tokens += len(node.tokens)
     if not answers:
         return {}
     return {
         "distinct_answers": float(np.mean([len(set(said)) / len(said) for said in answers.values()])),
         "answer_length": tokens / len(episodes),
-        **({"distinct_grams": len(grams) / total} if total else {}),
+        **({"distinct_grams": float(np.mean(variety))} if variety else {}),
     }
 
 

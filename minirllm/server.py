@@ -176,7 +176,8 @@ def check_key(headers: Mapping[str, str], key: str) -> None:
     right = [hmac.compare_digest(one.encode(), key.encode()) for one in shown]  # all of them: constant time
     if key and not any(right):
         raise Unauthorized(
-            "The API key is missing or wrong: send the header 'Authorization: Bearer KEY' with the key of this session."
+            "The API key is missing or wrong: send 'Authorization: Bearer KEY' or 'x-api-key: KEY' with the key that "
+            "came with this base URL."
         )
 
 

@@ -120,7 +120,7 @@ def test_toml_round_trip_of_the_defaults(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(c.Config().to_toml())
     assert c.load(file) == c.Config()
-    assert "# tasks per step\nbatch_size = 8\n" in file.read_text()
+    assert "# tasks (or rows, of fine-tuning) per step\nbatch_size = 8\n" in file.read_text()
 
 
 @given(

@@ -79,6 +79,9 @@ def test_what_is_taken(tmp_path: Path) -> None:
     assert taken(folder, dedup=True) == [("a", 1)]
     assert taken(folder, filter="n > 0", select="all", min_reward=0.2) == [("a", 0), ("a", 1), ("a", 2), ("b", 1)]
     assert taken(folder, filter="not solved") == []
+    nothing = CliRunner().invoke(cli.cli, ["dataset", "from-eval", str(folder), "--out", "rows", "--filter", "n > 99"])
+    assert nothing.exit_code == 2
+    assert "No episode of 3 tasks was taken: --filter and --select choose others." in nothing.stderr
     with pytest.raises(UserError, match="--max-per-task"):
         taken(folder, select="best-n")
     with pytest.raises(UserError, match="holds no episodes"):

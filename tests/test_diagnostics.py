@@ -21,14 +21,14 @@ def episode(task: str, index: int, answer: str, tokens: list[int], reward: float
 
 
 def test_variety_by_hand() -> None:
-    """Task a: two answers of three are new; task b: one of one. Runs of four: 1234, 2345, 1234, 1234, none."""
+    """Task a: two answers of three are new; task b: one of one. Runs of four: two that differ, three alike, one."""
     found = episode_metrics([
-        episode("a", 0, "x", [1, 2, 3, 4, 5]), episode("a", 1, "x", [1, 2, 3, 4]), episode("a", 2, "y", [1, 2, 3, 4]),
-        episode("b", 0, "x", [9]),
+        episode("a", 0, "x", [1, 2, 3, 4, 5]), episode("a", 1, "x", [7, 7, 7, 7, 7, 7]),
+        episode("a", 2, "y", [1, 2, 3, 4]), episode("b", 0, "x", [9]),
     ])  # fmt: skip
     assert found["distinct_answers"] == pytest.approx((2 / 3 + 1) / 2)
-    assert found["distinct_grams"] == pytest.approx(2 / 4)
-    assert found["answer_length"] == 14 / 4
+    assert found["distinct_grams"] == pytest.approx((1 + 1 / 3 + 1) / 3)
+    assert found["answer_length"] == 16 / 4
     assert "distinct_grams" not in episode_metrics([episode("b", 0, "x", [9])])
     assert episode_metrics([])["episodes"] == 0
 

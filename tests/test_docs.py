@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
 import test_architecture
-from minirllm import AgentTrainer, flow, train
+from minirllm import flow, train
 from minirllm.cli import cli
 from minirllm.config import Config
 
@@ -106,11 +107,12 @@ def test_readme_example_is_a_whole_task(tmp_path: Path) -> None:
     assert (row["step"], row["episodes"], row["ungraded"], row["eval_without_reward"]) == (1, 4, 0, 0)
 
 
-def test_readme_trainer_takes_what_the_example_defines(tmp_path: Path) -> None:
+def test_readme_trainer_takes_what_the_example_defines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example, second = (block for block in blocks(README, "python"))
-    names: dict[str, object] = {"__name__": "capital"}
-    exec(example, names)
-    exec(second.replace(".train()", ""), names | {"AgentTrainer": AgentTrainer})
+    (tmp_path / "capital.py").write_text(example)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(second.replace(".train()", ""), {})
+    del sys.modules["capital"]
 
 
 def test_architecture_shows_the_import_rows() -> None:

@@ -310,7 +310,7 @@ async def test_a_refusal_is_told_as_it_is_and_not_asked_again(code: int, body, s
 
 async def test_a_wrong_key_of_ours_never_reaches_the_provider() -> None:
     async with scripted(says(*HELLO)) as upper, proxy(upper.url) as (client, _):
-        with pytest.raises(openai.AuthenticationError, match="key of this session"):
+        with pytest.raises(openai.AuthenticationError, match="key that came with this base URL"):
             await ask(client.with_options(api_key=SECRET))
         assert upper.asked == []
 
