@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import shutil
 import tarfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +85,20 @@ class Result:
         return self.raw_stderr.decode(errors="replace")
 
 
+@dataclass(frozen=True)
+class Command:
+    """One program to run. `env` is all that it sees; without a `cwd` it begins where commands do; of each stream
+    `output` bytes are kept, the last ones with `tail`."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None
+    stdin: bytes
+    timeout: float  # seconds
+    output: int
+    tail: bool
+
+
 class Sandbox(ABC):
     """An ``async with`` block: entered it is running, left it is gone with all that ran in it."""
 
@@ -100,7 +116,36 @@ class Sandbox(ABC):
     async def close(self) -> None:
         """End everything in it and remove it. May be called twice."""
 
+    @property
     @abstractmethod
+    def running(self) -> bool:
+        """Is it there, between `start` and `close`?"""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Of every command, below those of the spec."""
+        return {}
+
+    @abstractmethod
+    async def carry_out(self, command: Command) -> Result:
+        """What `execute` promises of a command that a system could start."""
+
+    @abstractmethod
+    async def snapshot(self) -> str:
+        """Keep the files as they are now, and say under which id. Running processes are not in it."""
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            await self.start()
+            undo.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- what every sandbox does in the same way ----
+
     async def execute(
         self,
         argv: Sequence[str],
@@ -117,23 +162,12 @@ class Sandbox(ABC):
         are kept, however many there were. Raises SandboxError when the sandbox itself fails or `cwd` is no folder,
         never for what programs do: where one has removed the folder that commands begin in unless told otherwise, the
         next has exit code 125."""
-
-    @abstractmethod
-    async def snapshot(self) -> str:
-        """Keep the files as they are now, and say under which id. Running processes are not in it."""
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    # ---- what every sandbox does in the same way ----
+        if not self.running:
+            raise SandboxError("The sandbox is closed.")
+        variables = {**self.variables, **self.spec.env, **(env or {})}
+        _check(argv, variables, cwd or "")
+        limit = output or self.spec.limits.output
+        return await self.carry_out(Command(tuple(argv), variables, cwd, stdin, timeout, limit, tail))
 
     async def run(
         self,
@@ -218,7 +252,7 @@ def find_snapshot(kind: str, id: str) -> Path:
     return folder
 
 
-def checked(argv: Sequence[str], env: Mapping[str, str], cwd: str = "") -> None:
+def _check(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     """Raises SandboxError when no system could start a program with these."""
     if not argv or not argv[0] or "=" in argv[0]:
         raise SandboxError(f"A command begins with the name of a program, without =, got {list(argv)[:1]}.")
@@ -235,6 +269,21 @@ def _encodes(text: str) -> bool:
         return bool(text.encode()) or not text
     except UnicodeEncodeError:  # half of a surrogate pair: what a model writes as "\\ud800"
         return False
+
+
+def keep(kind: str, copy: Callable[[Path], object]) -> str:
+    """A new snapshot of this kind, whole or not there: `copy` makes its folder. Returns its id; SandboxError when the
+    disk is full, say, or files went while they were copied."""
+    id = uuid.uuid4().hex
+    partial = snapshots(kind) / f".{id}.partial"
+    try:
+        copy(partial)
+        partial.rename(snapshots(kind) / id)
+    except OSError as error:
+        raise SandboxError(f"The files cannot be kept: {str(error)[:300]}.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return id
 
 
 async def to_end(function: Callable[..., T], *arguments: Any) -> T:

@@ -18,7 +18,6 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 from docker.errors import DockerException
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import BASH, MIB, WORK, Result, Sandbox, Spec, checked, engine
+from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, engine
 from minirllm.sandboxes.cgroup import MOUNT, end
 from minirllm.sandboxes.netns import Forward
 
@@ -122,31 +121,22 @@ class Docker(Sandbox):
 
         return await asyncio.to_thread(commit)
 
-    async def execute(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        output: int | None = None,
-        tail: bool = False,
-    ) -> Result:
-        """See `Sandbox.execute`."""
-        if not self.container:
-            raise SandboxError("The sandbox is closed.")
-        variables = {**self.spec.env, **(env or {})}
-        checked(argv, variables, cwd or "")
+    @property
+    def running(self) -> bool:
+        """See `Sandbox.running`."""
+        return bool(self.container)
+
+    async def carry_out(self, command: Command) -> Result:
+        """See `Sandbox.carry_out`."""
         await asyncio.to_thread(self._revive)
         if self._forward.ports != self.spec.forward:
             await self._forward.close()
             self._forward = Forward(self.spec.forward)
             await self._forward.open(self.pid)
-        call = _Call(self, uuid.uuid4().hex)
+        call = _Call(self, command, uuid.uuid4().hex)
         try:
-            await asyncio.to_thread(call.create, argv, variables, cwd or self.work)
-            return await call.run(stdin, output or self.spec.limits.output, timeout, tail)
+            await asyncio.to_thread(call.create)
+            return await call.run()
         finally:
             await asyncio.shield(asyncio.to_thread(call.end))
             call.close()
@@ -180,37 +170,39 @@ class Docker(Sandbox):
 class _Call:
     """One command: an exec, the connection to it, and the group of its processes. What is not async may block."""
 
-    def __init__(self, box: Docker, mark: str):
-        self.box, self.api, self.mark = box, box.api, mark
+    def __init__(self, box: Docker, command: Command, mark: str):
+        self.box, self.api, self.command, self.mark = box, box.api, command, mark
         self.id = ""
         self.group: Path | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.oom_kills, self.over = 0, False
 
-    def create(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    def create(self) -> None:
         """Prepare it."""
+        variables = {**self.command.env, MARK: self.mark}
         with engine.told("The command cannot be started"):
             self.oom_kills = self.box._oom_kills()
             self.id = self.api.exec_create(
-                self.box.container, [BASH, "-c", BEGIN, "_", *argv], stdin=True,
-                environment=[f"{name}={value}" for name, value in ({**env, MARK: self.mark}).items()], workdir=cwd,
+                self.box.container, [BASH, "-c", BEGIN, "_", *self.command.argv], stdin=True,
+                environment=[f"{name}={value}" for name, value in variables.items()],
+                workdir=self.command.cwd or self.box.work,
             )["Id"]  # fmt: skip
 
-    async def run(self, stdin: bytes, limit: int, timeout: float, tail: bool) -> Result:
+    async def run(self) -> Result:
         """Until it has ended, or must be."""
         reader, self.writer = await engine.attach(self.box.host, self.id)
         outputs = {1: bytearray(), 2: bytearray()}
-        reading = asyncio.ensure_future(engine.collect(reader, outputs, limit, tail))
+        reading = asyncio.ensure_future(engine.collect(reader, outputs, self.command.output, self.command.tail))
         if not await asyncio.to_thread(self._placed):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reading, LAST)
             said = bytes(outputs[1] + outputs[2]).decode(errors="replace").strip()
             raise SandboxError(f"The command cannot be started: {said[-300:]}.")
-        feeding = asyncio.ensure_future(engine.feed(self.writer, b"go\n" + stdin))
+        feeding = asyncio.ensure_future(engine.feed(self.writer, b"go\n" + self.command.stdin))
         watching = asyncio.ensure_future(self._watch(reading))
         timed_out = False
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self.command.timeout):
                 await asyncio.wait({watching, reading}, return_when=asyncio.FIRST_COMPLETED)
                 if not (reading.done() and reading.result()):
                     await watching
@@ -224,7 +216,7 @@ class _Call:
                 await asyncio.wait_for(reading, LAST)
             await asyncio.gather(feeding, watching, reading, return_exceptions=True)
         flooded = reading.done() and not reading.cancelled() and reading.result()
-        kept = [bytes(outputs[stream][:limit]) for stream in (1, 2)]
+        kept = [bytes(outputs[stream][: self.command.output]) for stream in (1, 2)]
         code, oom = await asyncio.to_thread(self._ended)
         return Result(kept[0], kept[1], 137 if timed_out or flooded else code, timed_out, oom, flooded)
 

@@ -26,8 +26,7 @@ import re
 import shutil
 import signal
 import subprocess
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -37,13 +36,13 @@ from minirllm.place import own_folder
 from minirllm.sandboxes import (
     MIB,
     WORK,
+    Command,
     Result,
     Sandbox,
     Spec,
-    checked,
     find_snapshot,
+    keep,
     seccomp,
-    snapshots,
     to_end,
 )
 from minirllm.sandboxes.cgroup import Cgroup, end
@@ -174,40 +173,30 @@ class Local(Sandbox):
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        id = uuid.uuid4().hex
-        await to_end(self._keep, id)
-        return id
+        return await to_end(keep, "local", self._copy)
 
-    def _keep(self, id: str) -> None:
-        partial = snapshots("local") / f".{id}.partial"
-        try:
-            _command("cp", "-a", "--reflink=auto", str(self.root), str(partial))
-            partial.rename(snapshots("local") / id)
-        finally:  # a full disk, or files that went while they were copied
-            shutil.rmtree(partial, ignore_errors=True)
+    def _copy(self, place: Path) -> None:
+        _command("cp", "-a", "--reflink=auto", str(self.root), str(place))
 
-    async def execute(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        output: int | None = None,
-        tail: bool = False,
-    ) -> Result:
-        """See `Sandbox.execute`."""
-        if self._lock < 0:
-            raise SandboxError("The sandbox is closed.")
-        variables = {**ENV, **self.spec.env, **(env or {})}
-        checked(argv, variables, cwd or "")
-        begin = [ENTER, f"--chdir={WORK}", f"PWD={WORK}"] if cwd is None else [ENTER]
-        call = await asyncio.to_thread(_Call, self, self._options(variables, cwd or "/"))
+    @property
+    def running(self) -> bool:
+        """See `Sandbox.running`."""
+        return self._lock >= 0
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """See `Sandbox.variables`."""
+        return ENV
+
+    async def carry_out(self, command: Command) -> Result:
+        """See `Sandbox.carry_out`."""
+        begin = [ENTER, f"--chdir={WORK}", f"PWD={WORK}"] if command.cwd is None else [ENTER]
+        call = await asyncio.to_thread(_Call, self, self._options(command.env, command.cwd or "/"))
         try:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *call.command, *self._limited(), *begin, *argv, pass_fds=[file.fileno() for file in call.inside],
+                    *call.command, *self._limited(), *begin, *command.argv,
+                    pass_fds=[file.fileno() for file in call.inside],
                     stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env={}, cwd="/",
                 )  # fmt: skip
             except OSError as error:
@@ -217,7 +206,7 @@ class Local(Sandbox):
             try:
                 if self.spec.forward:
                     await call.connect(forward)
-                ended = await communicate(process, stdin, output or self.spec.limits.output, timeout, tail)
+                ended = await communicate(process, command.stdin, command.output, command.timeout, command.tail)
             finally:
                 await to_end(call.end)
                 if process.returncode is None:  # without a group

@@ -13,11 +13,10 @@ import os
 import shutil
 import signal
 import tempfile
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import WORK, Result, Sandbox, checked, find_snapshot, snapshots, to_end
+from minirllm.sandboxes import WORK, Command, Result, Sandbox, find_snapshot, keep, to_end
 from minirllm.sandboxes.pipes import communicate, gone
 
 logger = logging.getLogger(__name__)
@@ -48,43 +47,31 @@ class Unsafe(Sandbox):
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        id = uuid.uuid4().hex
-        await to_end(self._keep, id)
-        return id
+        return await to_end(keep, "local-unsafe", lambda place: shutil.copytree(self.work, place, symlinks=True))
 
-    def _keep(self, id: str) -> None:
-        try:
-            shutil.copytree(self.work, snapshots("local-unsafe") / id, symlinks=True)
-        except OSError as error:  # a full disk, or files that went while they were copied
-            shutil.rmtree(snapshots("local-unsafe") / id, ignore_errors=True)
-            raise SandboxError(f"The files cannot be kept: {str(error)[:300]}.") from None
+    @property
+    def running(self) -> bool:
+        """See `Sandbox.running`."""
+        return self.work != WORK
 
-    async def execute(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        output: int | None = None,
-        tail: bool = False,
-    ) -> Result:
-        """See `Sandbox.execute`. What left the command's process group outlives it."""
-        if self.work == WORK:
-            raise SandboxError("The sandbox is closed.")
-        variables = {"PATH": os.defpath, "HOME": self.work, "LANG": "C.UTF-8", **self.spec.env, **(env or {})}
-        checked(argv, variables, cwd or "")
-        if cwd is None and not await asyncio.to_thread(os.path.isdir, self.work):
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """See `Sandbox.variables`."""
+        return {"PATH": os.defpath, "HOME": self.work, "LANG": "C.UTF-8"}
+
+    async def carry_out(self, command: Command) -> Result:
+        """See `Sandbox.carry_out`. What left the command's process group outlives it."""
+        if command.cwd is None and not await asyncio.to_thread(os.path.isdir, self.work):
             return Result(b"", f"{self.work}: no such folder\n".encode(), 125)
         try:
             process = await asyncio.create_subprocess_exec(
-                *argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env=variables, cwd=cwd or self.work
-            )
+                *command.argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, env=command.env,
+                cwd=command.cwd or self.work,
+            )  # fmt: skip
         except (OSError, ValueError) as error:
             raise SandboxError(f"The command cannot be started: {error}.") from None
         try:
-            ended = await communicate(process, stdin, output or self.spec.limits.output, timeout, tail)
+            ended = await communicate(process, command.stdin, command.output, command.timeout, command.tail)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
