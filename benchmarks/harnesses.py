@@ -15,7 +15,6 @@ from pathlib import Path
 
 from minirllm import harness
 from minirllm.errors import UserError
-from minirllm.files import cache_root
 from minirllm.flow import names
 from minirllm.machine import machine
 from minirllm.tools import harness as tools
@@ -27,15 +26,14 @@ VARIANTS = tuple(
 
 
 def result(name: str) -> dict[str, object]:
-    """Of one check, without this machine's paths."""
+    """Of one check, without the program's last words, which may name this machine's paths, times and sessions."""
     try:
         install.ensure(harness.find(name), print)
         report = dataclasses.asdict(tools.check(name))
     except UserError as error:
         return {"passed": False, "problem": str(error)}
-    report["ended"] = report["ended"].replace(str(cache_root()), "CACHE")
     report["counters"] = {key: count for key, count in report["counters"].items() if count}
-    return {key: value for key, value in report.items() if key != "name" and value != ""}
+    return {key: value for key, value in report.items() if key not in ("name", "ended") and value != ""}
 
 
 def main() -> None:

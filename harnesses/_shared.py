@@ -1,12 +1,13 @@
-"""What agent programs share: a short prompt, guarded instructions, a choice of dialects, side calls told."""
+"""What agent programs share: a short prompt, guarded instructions, a choice of dialects, side calls told, one loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from minirllm.config import nearest
 from minirllm.errors import ConfigError
-from minirllm.harness import Context
+from minirllm.harness import Context, Launch
 from minirllm.types import ModelRequest
 
 #: What a program is told in its lean form, where it lets its own prompt be replaced.
@@ -36,6 +37,18 @@ def clock(context: Context) -> tuple[dict[str, str], dict[str, str]]:
 def guarded(instruction: str) -> str:
     """The instruction, in a line of its own where the program would read it as an option, a file, or a command."""
     return f"\n{instruction}" if instruction.lstrip().startswith(("-", "@", "/", "!")) else instruction
+
+
+def loop(mode: str) -> Callable[[Context], Launch]:
+    """How _loop.py is launched: at most 30 turns, and 60 seconds for a command."""
+    program = Path(__file__).with_name("_loop.py")
+
+    def launch(context: Context) -> Launch:
+        env = {**context.variables, "MINIRLLM_TURNS": "30", "MINIRLLM_SECONDS": "60"}
+        argv = (context.python, "-I", str(context.home / ".loop.py"), mode)
+        return Launch(argv, env, {".loop.py": program.read_text(encoding="utf-8")})
+
+    return launch
 
 
 def known(program: str, dialect: str, dialects: Iterable[str]) -> str:

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minirllm.harness import SHELL, Context, Harness, Launch
+from minirllm.flow import import_path
+from minirllm.harness import SHELL, Harness
 
-PROGRAM = Path(__file__).with_name("_loop.py")
-
-
-def launch(context: Context) -> Launch:
-    env = {**context.variables, "MINIRLLM_TURNS": "30", "MINIRLLM_SECONDS": "60"}
-    argv = (context.python, "-I", str(context.home / ".loop.py"), "bash")
-    return Launch(argv, env, {".loop.py": PROGRAM.read_text(encoding="utf-8")})
-
+shared = import_path(Path(__file__).with_name("_shared.py"))
 
 HARNESS = Harness(
     name="bash",
@@ -25,6 +19,6 @@ HARNESS = Harness(
     dialect="chat",
     requires=("bash",),
     prompt="25 tokens",
-    launch=launch,
+    launch=shared.loop("bash"),
     script=(f"```bash\n{SHELL}\n```", "Done."),
 )

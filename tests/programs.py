@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from minirllm import harness, watchdog
+from minirllm import harness
 from minirllm.config import Config
 from minirllm.engines.scripted import ScriptedEngine
 from minirllm.errors import UserError
 from minirllm.harness import Harness, Turn
 from minirllm.policy import Policy
-from minirllm.rollouts import Job, Runner
-from minirllm.stack import serving
+from minirllm.tools import harness as tools
 from minirllm.tools import install
-from minirllm.tools.harness import made, written
+from minirllm.tools.harness import written
 from minirllm.types import Episode, Task
 
 AWAY = re.compile(  # what pip and npm say when there is no registry, rather than no such package
@@ -54,14 +52,4 @@ def run(one: Harness, turns: Sequence[Turn], instruction: str = "Do it.", *, ful
     Saying.turns = tuple(turns)
     settings = {"max_context": 32_768, "max_tokens": 1024, "max_calls": 20, "episode_timeout": 120.0, **options}
     config = Config(model="tiny", engine=f"{__name__}:Saying", retries=0, determinism="off", **settings)
-    agent = harness.flow(replace(one, script=tuple(turns)), full)
-
-    async def work() -> Episode:
-        async with serving(config) as stack:
-            runner = Runner(stack.sessions, stack.base_url, agent, made, config)
-            try:
-                return await runner.run(Job(Task(f"test-{one.name}", instruction)))
-            finally:
-                await runner.close()
-
-    return watchdog.run(work())
+    return tools.episode(config, harness.flow(one, full), Task(f"test-{one.name}", instruction))

@@ -20,7 +20,7 @@ from minirllm.tools import ledger, show
 from minirllm.tools.replay import replay
 from minirllm.tools.show import Wanted
 from minirllm.types import ModelRequest, TerminationReason
-from tests.agents import Place, serving
+from tests.agent_server import Place, serving
 
 TITLE = [{"role": "system", "content": "Name the chat."}, {"role": "user", "content": "hi"}]
 

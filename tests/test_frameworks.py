@@ -80,8 +80,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No keys or addresses in the environment, and nobody is looked up."""
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    here = Path(__file__).parent  # has a file that is called like a package of theirs
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place) != here])
     asked: list[Any] = []
     real = socket.getaddrinfo
 

@@ -16,7 +16,7 @@ from minirllm import AgentConfig, Episode, EvalOutput, Step, Task, Trajectory
 from minirllm.client import chat
 from minirllm.rollouts import Job
 from minirllm.types import Signal, TerminationReason
-from tests.agents import TASK, USER, Place, ask, serving
+from tests.agent_server import TASK, USER, Place, ask, serving
 from tests.fake_engine import RENDERER
 
 

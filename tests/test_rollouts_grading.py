@@ -13,7 +13,7 @@ from minirllm.client import chat
 from minirllm.flow import Evaluator, import_path
 from minirllm.rollouts import Job
 from minirllm.types import TerminationReason
-from tests.agents import TASK, USER, Place, ask, serving
+from tests.agent_server import TASK, USER, Place, ask, serving
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from minirllm.errors import EngineError
 from minirllm.evaluate import evaluate
 from minirllm.rollouts import Job
 from minirllm.types import TerminationReason
-from tests.agents import TASK, USER, Place, ask, serving
+from tests.agent_server import TASK, USER, Place, ask, serving
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from minirllm.session import Session
 from minirllm.sessions import Sessions
 from minirllm.store import EpisodeStore
 from minirllm.types import SamplingParams
-from tests import agents
-from tests.agents import ask
+from tests import agent_server
+from tests.agent_server import ask
 from tests.endpoint import ADMIN, KEY, USER, Place, error_of, raw, serving, until
 from tests.fake_engine import FakeEngine, chat, session
 from tests.test_architecture import named, sources, tree
@@ -147,7 +147,7 @@ async def test_no_key_and_no_prompt_in_the_logs(caplog: pytest.LogCaptureFixture
             writer.write(text.encode())
             await reader.read()
             writer.close()
-    async with agents.serving() as place_of_agents:
+    async with agent_server.serving() as place_of_agents:
 
         async def agent(task: Task, config: AgentConfig) -> str:
             answer = await ask(task, config)
@@ -168,7 +168,7 @@ async def test_a_run_folder_holds_no_key(tmp_path: Path) -> None:
         seen.append(config.api_key)
         return await ask(task, config)
 
-    async with agents.serving() as place:
+    async with agent_server.serving() as place:
         episode = await place.run(agent)
     store = EpisodeStore(tmp_path / "episodes")
     await asyncio.to_thread(store.append, 1, episode)

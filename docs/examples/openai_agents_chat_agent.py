@@ -1,8 +1,8 @@
 """OpenAI Agents SDK over chat completions. Its tracing, which calls api.openai.com, is off."""
 
+from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 from stock import held_out, score, stock, train  # noqa: F401
 
-from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 from minirllm import rollout
 
 

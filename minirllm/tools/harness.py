@@ -16,7 +16,7 @@ from pathlib import Path
 from minirllm import harness, watchdog
 from minirllm.config import Config
 from minirllm.engines.scripted import ScriptedEngine
-from minirllm.flow import evaluator, names
+from minirllm.flow import AgentFlow, evaluator, names
 from minirllm.harness import PROOF, Call, Context, Harness, Turn
 from minirllm.policy import Policy
 from minirllm.rollouts import Job, Runner
@@ -117,7 +117,8 @@ class Report:
     sampled_tokens: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    ended: str = ""
+    exit_code: int | None = None
+    ended: str = ""  # the same in words, with the program's last
 
     def __str__(self) -> str:
         counted = ", ".join(f"{name} {count}" for name, count in self.counters.items() if count)
@@ -135,17 +136,21 @@ def check(name: str, full: bool = False, sandbox: str = "") -> Report:
         model="tiny", harness=name, harness_full=full, engine=f"{__name__}:CheckEngine", retries=0,
         max_context=WINDOW, max_tokens=ANSWER, max_calls=TURNS, episode_timeout=SECONDS, determinism="off",
     )  # fmt: skip
-    agent = harness.flow(one, full, sandbox)
+    return judged(one, episode(config, harness.flow(one, full, sandbox), Task(f"check-{one.name}", INSTRUCTION)))
+
+
+def episode(config: Config, agent: AgentFlow, task: Task) -> Episode:
+    """One episode, graded by what was made, on a stack of its own."""
 
     async def work() -> Episode:
         async with serving(config) as stack:
             runner = Runner(stack.sessions, stack.base_url, agent, made, config)
             try:
-                return await runner.run(Job(Task(f"check-{one.name}", INSTRUCTION)))
+                return await runner.run(Job(task))
             finally:
                 await runner.close()
 
-    return judged(one, watchdog.run(work()))
+    return watchdog.run(work())
 
 
 @evaluator
@@ -168,6 +173,7 @@ def judged(one: Harness, episode: Episode) -> Report:
         sampled_tokens=sum(step.response_length for step in steps),
         counters={name: int(count) for name, count in episode.metrics.items() if name not in known},
         seconds=episode.metrics["seconds"],
+        exit_code=episode.artifacts.get("exit_code"),
         ended=str(episode.artifacts.get("ended", "")),
     )
     if not report.passed:
