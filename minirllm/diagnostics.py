@@ -1,6 +1,7 @@
 """What can be told from episodes and metrics: figures of a step, and sentences when a run goes wrong.
 
-Owns: those figures, the tripwires. Does not know: what is learned, how it is shown.
+Owns: those figures, the tripwires. Does not know: what is learned, how it is shown. The bounds of the tripwires are
+round numbers, chosen and not measured: they warn, and decide nothing.
 """
 
 from __future__ import annotations
@@ -77,15 +78,17 @@ def tripwires(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(rows) < 2 * WINDOW or len(rows) % WINDOW:
         return []
     before, now = _mean(rows[-2 * WINDOW : -WINDOW]), _mean(rows[-WINDOW:])
-    told = [_collapse(before, now, _mean(rows[:WINDOW])), _hacking(before, now)]
+    for row in rows[:-WINDOW]:  # evaluations may be rarer than windows: the last one counts
+        before |= {name: value for name, value in _mean([row]).items() if name == "eval_reward"}
+    told = [_collapse(now, _mean(rows[:WINDOW])), _hacking(before, now)]
     return [sentence for sentence in told if sentence]
 
 
-def _collapse(before: Mapping[str, float], now: Mapping[str, float], first: Mapping[str, float]) -> str:
+def _collapse(now: Mapping[str, float], first: Mapping[str, float]) -> str:
     entropy, answers = now.get("entropy"), now.get("distinct_answers", 1.0)
     if entropy is None or "entropy" not in first or answers > 0.3 or entropy > 0.2 * first["entropy"]:
         return ""
-    if now.get("reward_mean", 0.0) > before.get("reward_mean", 0.0) and now.get("reward_mean", 0.0) >= 0.95:
+    if now.get("reward_mean", 0.0) >= 0.95:
         return ""  # it is sure because it is right
     return (
         f"The policy has collapsed: entropy is {entropy:.2g} where it began at {first['entropy']:.2g}, and of a task's "
@@ -95,10 +98,10 @@ def _collapse(before: Mapping[str, float], now: Mapping[str, float], first: Mapp
 
 
 def _hacking(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    if now.get("reward_mean", 0.0) - before.get("reward_mean", 0.0) < 0.05:
+    if not before.keys() & now.keys() >= {"reward_mean"} or now["reward_mean"] - before["reward_mean"] < 0.05:
         return ""
     signs = []
-    if "eval_reward" in now and now["eval_reward"] < before.get("eval_reward", 0.0) - 0.05:
+    if before.keys() & now.keys() >= {"eval_reward"} and now["eval_reward"] < before["eval_reward"] - 0.05:
         signs.append(f"the held-out reward fell from {before['eval_reward']:.2f} to {now['eval_reward']:.2f}")
     if now.get("distinct_grams", 1.0) < 0.5 * before.get("distinct_grams", 0.0):
         signs.append(f"answers repeat themselves ({now['distinct_grams']:.0%} of their runs of {GRAM} tokens differ)")

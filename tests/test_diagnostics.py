@@ -59,6 +59,7 @@ LOW, HIGH = {"reward_mean": 0.2}, {"reward_mean": 0.6}
         (OPEN, SURE, "collapsed: entropy is 0.1 where it began at 1, and of a task's rollouts only 20%"),
         (OPEN | {"reward_mean": 0.5}, SURE | {"reward_mean": 0.99}, ""),  # sure, and right
         (OPEN | {"reward_mean": 0.5}, SURE | {"reward_mean": 0.6}, "collapsed"),
+        (OPEN | {"reward_mean": 0.99}, SURE | {"reward_mean": 0.99}, ""),  # and for long
         (OPEN, SURE | {"distinct_answers": 0.8}, ""),
         (OPEN, SURE | {"entropy": 0.5}, ""),
         (LOW | {"eval_reward": 0.4}, HIGH | {"eval_reward": 0.3}, "held-out reward fell from 0.40"),
@@ -67,11 +68,20 @@ LOW, HIGH = {"reward_mean": 0.2}, {"reward_mean": 0.6}
         ({"reward_mean": 0.2, "answer_length": 100.0}, {"reward_mean": 0.2, "answer_length": 30.0}, ""),
         ({"reward_mean": 0.2, "eval_reward": 0.4}, {"reward_mean": 0.6, "eval_reward": 0.5}, ""),
         ({"reward_mean": 0.2}, {"reward_mean": 0.9}, ""),
+        ({"distinct_grams": 0.8}, HIGH | {"distinct_grams": 0.3}, ""),  # nothing was graded before
+        (LOW, HIGH | {"eval_reward": -1.0}, ""),  # nor evaluated
     ],
 )  # fmt: skip
 def test_what_trips_a_wire(before: dict[str, float], now: dict[str, float], words: str) -> None:
     told = " ".join(tripwires(rows(before, now)))
     assert (words in told) if words else told == ""
+
+
+def test_evaluations_may_be_rarer_than_windows() -> None:
+    """Every tenth step, as by default: between the two that are compared lies a window without any."""
+    steps = [*rows(LOW, LOW), *rows(LOW, HIGH)]
+    steps[9]["eval_reward"], steps[19]["eval_reward"] = 0.5, 0.25
+    assert "fell from 0.50 to 0.25" in " ".join(tripwires(steps))
 
 
 def test_wires_wait_for_two_windows_and_speak_once_a_window() -> None:
