@@ -86,10 +86,7 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
         rollouts = by_task.setdefault(member.episode.task_id, {})
         rollouts.setdefault(id(member.episode), []).append(member)
     forests = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
-    if config.packing == "paths":
-        batch.forests = [row for forest in forests for row in unfold(forest)]
-    else:
-        batch.forests = pack(forests, config.micro_batch_tokens)
+    batch.forests = pack(forests, config)
     trained, total = batch.metrics["trained_tokens"], sum(map(len, batch.forests))
     assert trained == sum(int(forest.trained_T.sum()) for forest in batch.forests), "the ledger balances"
     batch.metrics |= {
@@ -299,11 +296,13 @@ def _unfolded(forest: Forest) -> int:
     return int((forest.position_T[forest.node_end_N[leaves] - 1] + 1).sum())
 
 
-def pack(forests: Sequence[Forest], limit: int) -> list[Forest]:
-    """Neighbours joined, in order, as long as a micro-batch stays within `limit` tokens."""
+def pack(forests: Sequence[Forest], config: Config) -> list[Forest]:
+    """The micro-batches: neighbours joined, in order, while they stay within micro_batch_tokens; or each path alone."""
+    if config.packing == "paths":
+        return [row for forest in forests for row in unfold(forest)]
     packed: list[list[Forest]] = []
     for forest in forests:
-        if packed and sum(map(len, packed[-1])) + len(forest) <= limit:
+        if packed and sum(map(len, packed[-1])) + len(forest) <= config.micro_batch_tokens:
             packed[-1].append(forest)
         else:
             packed.append([forest])

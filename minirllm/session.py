@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirllm.conversation import Answer, Conversations, Match, Matcher, normalized
-from minirllm.engines import Engine
+from minirllm.engines import Sampler
 from minirllm.errors import (
     ContextOverflow,
     EngineError,
@@ -70,7 +70,7 @@ class Session:
 
     id: str
     key: str = field(repr=False)  # the bearer key its clients must show
-    engine: Engine
+    engine: Sampler
     renderer: Renderer
     model: str  # the name replies carry
     seed_parts: tuple[Any, ...] = ()  # all that seeds depend on besides the prompts: ints and strings

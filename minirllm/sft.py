@@ -24,6 +24,7 @@ from minirllm.batch import Batch, pack
 from minirllm.collect import schedule
 from minirllm.config import Config
 from minirllm.dialects import chat
+from minirllm.engines import Sampler
 from minirllm.errors import ContextOverflow, DataError, RequestError
 from minirllm.files import sha256
 from minirllm.interrupt import interruptible
@@ -79,20 +80,11 @@ def _row(line: str, where: str) -> Row:
     return Row(messages, request.tools, where)
 
 
-class _Answers:
-    """An engine that gives the answer it was told to give. See `engines.Engine`."""
+class _Answers(Sampler):
+    """Gives the very answer that it was told to give: nothing is scored, nor cut."""
 
     def __init__(self, max_context: int, vocab_size: int):
         self.max_context, self.vocab_size, self.answer = max_context, vocab_size, list[int]()
-
-    async def start(self) -> None:
-        """Nothing to allocate."""
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-    def weights_changed(self) -> None:
-        """Nothing is cached."""
 
     async def generate(
         self,
@@ -132,7 +124,7 @@ async def told(row: Row, renderer: Renderer, limit: int, vocabulary: int) -> Tok
     return session.tree
 
 
-def micro_batches(trees: Sequence[TokenTree], limit: int) -> list[Forest]:
+def micro_batches(trees: Sequence[TokenTree], config: Config) -> list[Forest]:
     """Packed forests in which every trained token weighs the same and the weights add up to 1."""
     forests = [merge([tree])[0] for tree in trees]
     total = sum(int(forest.trained_T.sum()) for forest in forests)
@@ -140,7 +132,7 @@ def micro_batches(trees: Sequence[TokenTree], limit: int) -> list[Forest]:
         forest.advantage_T[forest.trained_T] = 1
         forest.weight_T[forest.trained_T] = 1 / total
         forest.sequence_T[forest.trained_T] = index
-    return pack(forests, limit)
+    return pack(forests, config)
 
 
 async def train(
@@ -155,7 +147,7 @@ async def train(
 ) -> dict[str, Any]:
     """Fine-tune on the rows of `data`, writing ``runs_dir/run``; returns the last metrics row. `epochs` sets the number
     of steps; the loss of `val` is measured every ``eval_every`` steps. Raises DataError, and as `train.train` does."""
-    config = replace(config, date=config.date or datetime.date.today().isoformat())
+    config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
     algorithm = SFT()
     algorithm.validate(config)
     rows = await asyncio.to_thread(read_rows, data)
@@ -188,7 +180,7 @@ async def _loop(
     config, policy = trainer.config, trainer.policy
     saving = Saving(config, log, policy, trainer)
     done = (await saving.restore())[0] if resume else 0
-    held_out = micro_batches(val_trees, config.micro_batch_tokens) if val_trees else []
+    held_out = micro_batches(val_trees, config)
     row: dict[str, Any] = {"step": done}
     if done == 0 and held_out and not stop():
         row = {"step": 0, "val_loss": await trainer.measure(held_out)}
@@ -197,7 +189,7 @@ async def _loop(
         if stop():
             return row
         began = time.perf_counter()
-        forests = micro_batches(schedule(trees, config, step), config.micro_batch_tokens)
+        forests = micro_batches(schedule(trees, config, step), config)
         metrics = await trainer.update(Batch(forests))
         row = {
             "step": step,

@@ -47,7 +47,7 @@ async def test_every_token_of_every_answer_is_learned_and_nothing_else() -> None
     tree = await told(conversation("hi", "Hello!", "more", "Yes."), it, 4000, 512)
     end = it.decode([min(it.eos_ids)])
     assert learned(it, tree) == [f"Hello!{end}", f"Yes.{end}"]
-    (forest,) = micro_batches([tree], 4000)
+    (forest,) = micro_batches([tree], Config(micro_batch_tokens=4000))
     assert "".join(it.decode([id]) for id in forest.token_T[forest.trained_T]) == f"Hello!{end}Yes.{end}"
     count = forest.trained_T.sum()
     assert forest.weight_T[forest.trained_T].tolist() == pytest.approx([1 / count] * count)
@@ -95,8 +95,11 @@ async def test_the_loss_is_the_mean_of_cross_entropies_one_sequence_at_a_time(tm
         scores, targets = logits[len(prompt) - 1 : -1], ids[len(prompt) :]
         losses.append(torch.nn.functional.cross_entropy(scores, targets, reduction="none"))
     wanted = torch.cat(losses).mean().item()
-    for limit in (4000, 30):  # one micro-batch, and several
-        assert await trainer.measure(micro_batches(trees, limit)) == pytest.approx(wanted, rel=1e-5)
+    settings = [{"micro_batch_tokens": 4000}, {"micro_batch_tokens": 30}, {"packing": "paths"}]
+    forests = [micro_batches(trees, Config(**more)) for more in settings]
+    assert list(map(len, forests)) == [1, 4, 4]
+    for micro in forests:
+        assert await trainer.measure(micro) == pytest.approx(wanted, rel=1e-5)
     assert loaded.name == "tiny"
     await asyncio.to_thread(policy.close)
 
@@ -174,9 +177,12 @@ async def _ids(row: Row, it: Renderer) -> list[int]:
 
 
 async def test_options_of_rewards_are_refused(tmp_path: Path) -> None:
-    config = Config(**{**TINY.to_dict(), "kl_beta": 0.1})
-    with pytest.raises(ConfigError, match="kl_beta has no effect with sft"):
-        await sft.train(rows_file(tmp_path, ROWS), config)
+    for option, value in {"kl_beta": 0.1, "algorithm": "rloo", "group_size": 4, "temperature": 0.5}.items():
+        config = Config(**{**TINY.to_dict(), option: value})
+        with pytest.raises(ConfigError, match=f"{option} has no effect with sft"):
+            await sft.train(rows_file(tmp_path, ROWS), config)
+    with pytest.raises(ConfigError, match="provider's model cannot be trained"):
+        await sft.train(rows_file(tmp_path, ROWS), Config(provider="openai"))
 
 
 def test_the_line_of_a_step() -> None:

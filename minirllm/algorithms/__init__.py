@@ -23,7 +23,7 @@ class Group(NamedTuple):
     """The trajectories that are compared with each other: those of one task with one name."""
 
     rewards_G: np.ndarray  # float64
-    tokens_G: np.ndarray  # int64: how many trained tokens each has
+    tokens_G: np.ndarray  # int64: how many tokens each sampled in its calls
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class ReinforcePPBaseline(ReinforcePP):
 
 
 def whitened(values: Sequence[np.ndarray], groups: Sequence[Group]) -> list[np.ndarray]:
-    """`values` with mean 0 and variance 1 over all trained tokens; exact zeros when all are equal."""
+    """`values` with mean 0 and variance 1 over the tokens of all trajectories; exact zeros when all are equal."""
     value_M = np.concatenate([np.empty(0), *values])
     count_M = np.concatenate([np.empty(0), *(group.tokens_G for group in groups)])
     total = count_M.sum()

@@ -13,8 +13,8 @@ from minirllm.algorithms import Group, Loss, Tokens, refuse
 from minirllm.config import Config
 
 WITHOUT_EFFECT = (
-    "norm_std", "inner_epochs", "clip_low", "clip_high", "dual_clip", "kl_beta", "kl_estimator", "overlong_buffer",
-    "mask_truncated", "loss_aggregation",
+    "algorithm", "group_size", "temperature", "max_tokens", "norm_std", "inner_epochs", "clip_low", "clip_high",
+    "dual_clip", "kl_beta", "kl_estimator", "overlong_buffer", "mask_truncated", "loss_aggregation",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ class SFT:
     """Cross-entropy; every token of every answer weighs the same."""
 
     def validate(self, config: Config) -> None:
-        """Raises ConfigError for the options of reinforcement learning."""
+        """Raises ConfigError for the options of sampling and of rewards."""
         refuse("sft", config, *WITHOUT_EFFECT)
 
     def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:

@@ -11,17 +11,11 @@ from typing import Protocol
 from minirllm.types import Completion, SampledToken, SamplingParams, StopCheck
 
 
-class Engine(Protocol):
-    """A completion is a function of (weights, prompt ids, params, seed) and of nothing else."""
+class Sampler(Protocol):
+    """All that a session asks of an engine."""
 
     max_context: int  # prompt + completion, in tokens
     vocab_size: int  # prompt ids are below this; sessions check it
-
-    async def start(self) -> None:
-        """Allocate, probe, begin serving."""
-
-    async def close(self) -> None:
-        """End; requests in flight raise EngineError."""
 
     async def generate(
         self,
@@ -37,6 +31,16 @@ class Engine(Protocol):
         `on_token` is called on the event loop for each token in order. Cancelling the awaiting task frees the row at
         once. Raises ContextOverflow before any work when the prompt leaves no room, EngineError when closed.
         """
+
+
+class Engine(Sampler, Protocol):
+    """A completion is a function of (weights, prompt ids, params, seed) and of nothing else."""
+
+    async def start(self) -> None:
+        """Allocate, probe, begin serving."""
+
+    async def close(self) -> None:
+        """End; requests in flight raise EngineError."""
 
     def weights_changed(self) -> None:
         """The weights were updated in place: drop every cached prefix. Called between generations, on the loop."""

@@ -4,8 +4,8 @@ Owns: the filter's expression language, which episodes of a task are taken, how 
 know: how rows are learned.
 
 A filter is an expression about one task: ``n`` (graded rollouts), ``n_correct``, ``solved`` (some were correct),
-``avg``, ``best`` and ``worst`` (rewards), ``pass@K``, numbers, comparisons, ``and``, ``or``, ``not``, brackets. Nothing
-else is evaluated.
+``avg``, ``best`` and ``worst`` (rewards), ``pass@K`` (of fewer than K: was any correct), numbers, comparisons, ``and``,
+``or``, ``not``, brackets. Nothing else is evaluated.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def chosen(episodes: list[Episode], wanted: Wanted) -> list[Episode]:
 
 def told(episode: Episode) -> dict[str, Any]:
     """The conversation that the episode ended with: from its last call back to where it began."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps if step.response is not None]
-    steps = [step for step in steps if "auxiliary" not in step.metadata]
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    steps = [step for step in steps if step.response is not None and not step.auxiliary]
     by_id = {step.id: step for step in steps}
     chain: list[Step] = []
     step = steps[-1] if steps else None
