@@ -24,15 +24,16 @@ from minirllm import AgentConfig, Episode, Task, evaluator
 from minirllm.client import chat
 from minirllm.rollouts import Job
 from minirllm.types import TerminationReason
-from tests.agent_server import TASK, USER, Place, ask, serving
+from tests import agent_server as agents
+from tests.agent_server import TASK, USER, ask
 from tests.endpoint import KEY, Place, raw, serving, until
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[Place]:
-    async with serving() as it:
+async def place() -> AsyncIterator[agents.Place]:
+    async with agents.serving() as it:
         yield it
 
 
@@ -45,7 +46,7 @@ def threads_of_agents() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_an_agent_that_never_returns_is_named_and_ended(
-    place: Place, caplog: pytest.LogCaptureFixture, is_async: bool
+    place: agents.Place, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
     async def waits(task: Task, config: AgentConfig) -> None:
         await ask(task, config)
@@ -67,14 +68,14 @@ async def test_an_agent_that_never_returns_is_named_and_ended(
     await until(lambda: not threads_of_agents())  # the thread has ended, too
 
 
-async def test_a_model_call_that_is_not_answered_is_named(place: Place) -> None:
+async def test_a_model_call_that_is_not_answered_is_named(place: agents.Place) -> None:
     place.engine._permits = asyncio.Semaphore(0)  # no token is ever sampled
     episode = await place.run(ask, episode_timeout=0.3)
     assert re.search(r"; 1 unanswered model call\(s\), the first since 0\.\d+ s\)$", episode.reason)
     await until(lambda: (place.engine.active, list(place.sessions)) == (0, []))  # and it was ended in the engine
 
 
-async def test_an_agent_that_floods_calls_is_stopped_and_the_others_are_served(place: Place) -> None:
+async def test_an_agent_that_floods_calls_is_stopped_and_the_others_are_served(place: agents.Place) -> None:
     refusals: list[int] = []
 
     async def agent(task: Task, config: AgentConfig) -> str:
@@ -98,7 +99,7 @@ async def test_an_agent_that_floods_calls_is_stopped_and_the_others_are_served(p
 @pytest.mark.filterwarnings("ignore:.*ignored GeneratorExit:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:.*stubborn:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("swallows", [asyncio.CancelledError, Exception, BaseException])
-async def test_a_task_that_ignores_its_cancellation_is_ended_all_the_same(place: Place, swallows: Any) -> None:
+async def test_a_task_that_ignores_its_cancellation_is_ended_all_the_same(place: agents.Place, swallows: Any) -> None:
     ticks: list[float] = []
 
     async def stubborn(task: Task, config: AgentConfig) -> None:
@@ -115,7 +116,7 @@ async def test_a_task_that_ignores_its_cancellation_is_ended_all_the_same(place:
     assert 0 < len(ticks) == ended
 
 
-async def test_a_thread_that_ignores_its_end_is_left_behind_and_refused(place: Place) -> None:
+async def test_a_thread_that_ignores_its_end_is_left_behind_and_refused(place: agents.Place) -> None:
     go_on, refused = threading.Event(), threading.Event()
     late: list[int] = []
 
@@ -136,7 +137,7 @@ async def test_a_thread_that_ignores_its_end_is_left_behind_and_refused(place: P
 
 
 @pytest.mark.parametrize("how", ["spin", "sleep"])
-async def test_an_agent_that_blocks_the_loop_past_the_deadline_is_ended(place: Place, how: str) -> None:
+async def test_an_agent_that_blocks_the_loop_past_the_deadline_is_ended(place: agents.Place, how: str) -> None:
     async def agent(task: Task, config: AgentConfig) -> None:
         await chat(config, USER)
         if how == "sleep":
@@ -155,7 +156,7 @@ class Nameless(Exception):
 
 
 @pytest.mark.parametrize("where", ["agent", "evaluator"])
-async def test_an_error_without_a_message_is_data_too(place: Place, where: str) -> None:
+async def test_an_error_without_a_message_is_data_too(place: agents.Place, where: str) -> None:
     async def agent(task: Task, config: AgentConfig) -> str:
         if where == "agent":
             raise Nameless
@@ -218,7 +219,7 @@ def spins_in_a_process(task: Task, episode: Episode) -> float:
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-async def test_a_grader_that_spins_is_named_and_ended(place: Place, in_process: bool) -> None:
+async def test_a_grader_that_spins_is_named_and_ended(place: agents.Place, in_process: bool) -> None:
     def spins(task: Task, episode: Episode) -> float:
         while True:
             time.sleep(0.01)
@@ -269,7 +270,7 @@ async def test_a_client_that_stalls_in_its_headers_is_closed(hasty: Place, caplo
     await until(lambda: connections(hasty) == 0)
     assert "a client neither sent nor read for" in caplog.text
     writer.close()
-    assert (await hasty.post(body={"messages": USER})).status_code == 200
+    assert (await hasty.post(body={"messages": agents.USER})).status_code == 200
 
 
 async def test_a_client_that_drips_its_second_headers_is_closed(hasty: Place) -> None:
@@ -309,7 +310,7 @@ async def test_a_client_that_sends_headers_and_stalls_gets_a_408(hasty: Place, c
 @pytest.mark.parametrize("close", [False, True])
 async def test_a_client_that_opens_a_stream_and_never_reads_is_closed(hasty: Place, caplog: Any, close: bool) -> None:
     hasty.engine.texts = ["x" * 3000]
-    body = json.dumps({"messages": USER, "stream": True, "logprobs": True, "top_logprobs": 2, "n": 8,
+    body = json.dumps({"messages": agents.USER, "stream": True, "logprobs": True, "top_logprobs": 2, "n": 8,
                        "max_tokens": 3000}).encode()  # fmt: skip
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the answer does not fit in it
