@@ -27,7 +27,7 @@ libmount1 libsmartcols1 libudev1 libaudit1 libcap-ng0 libpam0g mawk"""
 INSTALL = r"""
 set -euo pipefail
 P=$1
-mkdir -p $P/apt/lists/partial $P/apt/cache/archives/partial $P/debs $P/root
+mkdir -p $P/apt/lists/partial $P/apt/cache/archives/partial $P/debs $P/tree
 MIRROR=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | sort -u | grep -v security | head -1)
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $MIRROR trixie main" > $P/apt/sources.list
 A="-o Dir::Etc::sourcelist=$P/apt/sources.list -o Dir::Etc::sourceparts=- -o Dir::State::Lists=$P/apt/lists"
@@ -37,8 +37,8 @@ cd $P/debs
 apt-get $A download PROGRAMS
 apt-get -qq update
 apt-get -o APT::Sandbox::User=root -qq download runc tini
-for d in *.deb; do dpkg-deb -x $d $P/root; done
-rm -rf $P/debs $P/apt $P/root/usr/share
+for d in *.deb; do dpkg-deb -x $d $P/tree; done
+rm -rf $P/debs $P/apt $P/tree/usr/share
 
 R=$P/rootfs
 mkdir -p $P/debs $R/usr/bin $R/usr/sbin $R/usr/lib $R/usr/lib64
@@ -67,7 +67,7 @@ def _prefix() -> Path:
     """The folder of programs and image, filled once."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
     base.mkdir(parents=True, exist_ok=True)
-    prefix = base / "docker-engine-1"
+    prefix = base / "docker-engine-2"
     with open(base / "docker-engine.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (prefix / "ok").exists():
@@ -89,7 +89,7 @@ def running() -> Iterator[str]:
     prefix = _prefix()
     home = Path(tempfile.mkdtemp(prefix="minirllm-engine-"))
     url = f"unix://{home}/docker.sock"
-    env = {"PATH": f"{prefix}/root/usr/sbin:{prefix}/root/usr/bin:{os.environ['PATH']}", "DOCKER_HOST": url}
+    env = {"PATH": f"{prefix}/tree/usr/sbin:{prefix}/tree/usr/bin:{os.environ['PATH']}", "DOCKER_HOST": url}
     command = ["setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", home / "data", "--exec-root", home / "exec"]
     command += ["-p", home / "pid", "-H", url, "--bridge=none", "--iptables=false", "--ip6tables=false"]
     command += ["--ip-forward=false", "--ip-masq=false", "--userland-proxy=false"]

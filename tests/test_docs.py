@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 import pytest
 
-import test_architecture
 from minirllm import flow, train
 from minirllm.cli import cli
 from minirllm.config import Config
+from tests.test_architecture import ROWS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -117,7 +117,7 @@ def test_readme_trainer_takes_what_the_example_defines(tmp_path: Path, monkeypat
 
 def test_architecture_shows_the_import_rows() -> None:
     rows = re.findall(r"^\| \d+ \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
-    assert rows == [" ".join(row.split()) for row in test_architecture.ROWS]
+    assert rows == [" ".join(row.split()) for row in ROWS]
 
 
 def test_architecture_explains_every_dependency() -> None:

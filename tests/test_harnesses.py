@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from minirllm import cli
 from minirllm.tools import harness as tools
-from programs import installed
+from tests.programs import installed
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

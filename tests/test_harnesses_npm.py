@@ -13,7 +13,7 @@ from minirllm.dialects import DIALECTS
 from minirllm.errors import ConfigError
 from minirllm.harness import PROOF, Call, Context
 from minirllm.types import Episode, Message, ModelRequest, SamplingParams, Step
-from programs import installed, run
+from tests.programs import installed, run
 
 NAMES = [
     "claude-code", "codex", "pi", "pi:responses", "pi:messages", "opencode", "opencode:responses", "opencode:messages",
