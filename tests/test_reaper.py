@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,15 @@ def start(*argv: str) -> subprocess.Popen[str]:
         [sys.executable, "-I", "-S", reaper.__file__, *argv],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+
+
+@contextmanager
+def hidden(way: int, seconds: str, then: str = ":") -> Iterator[subprocess.Popen[str]]:
+    """A program that has hidden a process that sleeps for so long, and goes on with `then`."""
+    with start("bash", "-c", f"{HIDING[way]}\n{UP}; {then}".format(seconds)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
 
 
 def alive(seconds: str) -> list[str]:
@@ -63,9 +74,7 @@ def test_the_program_reads_nothing_and_its_output_passes() -> None:
 @pytest.mark.parametrize("way", range(len(HIDING)))
 def test_what_a_program_leaves_behind_is_ended_with_it(way: int) -> None:
     seconds = f"{90_000 + way}"
-    with start("bash", "-c", f"{HIDING[way]}\n{UP}".format(seconds)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with hidden(way, seconds) as process:
         assert process.wait(timeout=20) == 0
     assert alive(seconds) == []
 
@@ -73,9 +82,7 @@ def test_what_a_program_leaves_behind_is_ended_with_it(way: int) -> None:
 @pytest.mark.parametrize("way", range(len(HIDING)))
 def test_all_is_ended_once_its_owner_closes_the_pipe_or_dies(way: int) -> None:
     seconds = f"{91_000 + way}"
-    with start("bash", "-c", f"{HIDING[way]}\n{UP}; trap '' TERM; wait; sleep 92000".format(seconds)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with hidden(way, seconds, "trap '' TERM; wait; sleep 92000") as process:
         assert len(alive(seconds)) == 1
         assert process.stdin is not None
         process.stdin.close()

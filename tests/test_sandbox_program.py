@@ -17,13 +17,13 @@ from minirllm.cli import cli
 from minirllm.config import Config
 from minirllm.errors import ConfigError, SandboxError
 from minirllm.flow import load_task
-from minirllm.harness import Context, Harness, Launch
+from minirllm.harness import Harness, Launch
 from minirllm.rollouts import Job
 from minirllm.sandboxes import MIB, Limits, Spec, create
 from minirllm.sandboxes.program import gather, seen, spec
 from minirllm.types import Episode, Task, TerminationReason
+from tests import shells
 from tests.test_harness import CALL, running, scripted
-from tests.test_reaper import alive
 
 CALLING = CALL.replace(shlex.quote(sys.executable), "/usr/bin/python3")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="a port into the sandbox needs root")
@@ -176,14 +176,10 @@ def test_interpreters_are_seen_with_what_they_need(tmp_path: Path, monkeypatch: 
 
 @root_only
 async def test_the_tasks_files_are_there_and_those_it_leaves_are_kept() -> None:
-    script = "cat a/b.txt; rm a/b.txt; echo new > c.txt; printf '\\xff' > bad; head -c 70000 /dev/zero > big; "
-    script += "ln -s /etc/passwd l; mkfifo f; mkdir -p d/e; echo deep > d/e/x; ./run.sh; printf '\\xfe' > $'n\\xff'; "
-    script += "mkdir shut; echo in > shut/in; chmod 0 shut"
-    files = {"a/b.txt": "given\n", "run.sh": "#!/bin/sh\necho ran\n"}
-    episode = await run(scripted(script + "\n" + CALLING), Task("t", "do it", {"files": files}))
+    episode = await run(scripted(shells.LEAVING + CALLING), shells.with_files())
     assert episode.artifacts["stdout"] == "given\nran\nhello\n"
-    assert episode.artifacts["files"] == {"c.txt": "new\n", "d/e/x": "deep\n", "run.sh": files["run.sh"]}
-    assert episode.artifacts["files_left_out"] == ["bad", "big", "f", "l", "n\udcff"]
+    shells.check_left(episode)
+    assert "shut/in" not in episode.artifacts["files"]
 
 
 async def test_an_agents_files_come_out_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,31 +194,18 @@ async def test_an_agents_files_come_out_within_limits(monkeypatch: pytest.Monkey
 
 @root_only
 async def test_what_it_printed_is_kept_to_its_tail() -> None:
-    episode = await run(scripted(CALLING + "seq 400000; seq 500000 >&2; exit 9"))
-    assert episode.artifacts["exit_code"] == 9
-    assert episode.artifacts["stdout"].endswith("399999\n400000\n")
-    assert len(episode.artifacts["stdout"]) == len(episode.artifacts["stderr"]) == harness.TAIL
-    assert episode.artifacts["ended"] == "own ended with exit code 9, saying '500000'"
-    assert episode.reward == 1.0
+    shells.check_printed(await run(scripted(CALLING + shells.PRINTING)))
 
 
 @root_only
 async def test_at_the_deadline_all_of_it_is_ended() -> None:
-    script = CALLING + "setsid sleep 93101 & sleep 93101 & echo last words >&2; wait; sleep 93101"
-    episode = await run(scripted(script), episode_timeout=6.0)
-    assert (episode.termination_reason, episode.reward) == (TerminationReason.TIMEOUT, None)
-    assert episode.reason.startswith("agent did not end within ")
-    assert len(episode.trajectories[0].steps) == 1
-    assert alive("93101") == []
+    script = CALLING + shells.SLEEPING.format("93101")
+    shells.check_ended(await run(scripted(script), episode_timeout=6.0), "93101")
 
 
 @root_only
 async def test_files_in_its_home_and_a_program_that_cannot_be_started() -> None:
-    def launch(context: Context) -> Launch:
-        words = ("bash", "-c", "cat $HOME/.own/config;" + CALLING)
-        return Launch(words, context.variables, {".own/config": "set\n"})
-
-    episode = await run(scripted("", launch=launch))
+    episode = await run(scripted("", launch=shells.reading_its_home(CALLING)))
     assert episode.artifacts["stdout"] == "set\nhello\n"
     episode = await run(scripted("", launch=lambda context: Launch(("absent-program",))))
     assert episode.termination_reason is TerminationReason.NO_CALLS
