@@ -91,6 +91,20 @@ async def test_what_is_said_of_it() -> None:
     assert verdict.metadata["passed"] == 1
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "class Own(Exception):\n  def __str__(self): raise SystemExit",
+        "class Own(Exception):\n  def __str__(self): return None",
+        "class Meta(type):\n  __name__ = property(lambda self: 1 / 0)\nclass Own(Exception, metaclass=Meta): pass",
+    ],
+)
+async def test_an_error_that_cannot_be_told_costs_one_call(hostile: str) -> None:
+    answer = f"{hostile}\ndef add(a, b):\n  if a == 1: raise Own\n  return a + b"
+    verdict = await judge(answer, CALLS)
+    assert (verdict.metadata["outcome"], verdict.metadata["passed"]) == ("error", 1), verdict
+
+
 # ---- whole programs ----
 
 SUM = "a, b = map(int, input().split())\n"

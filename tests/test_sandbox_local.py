@@ -311,6 +311,13 @@ asyncio.run(main())"""
     assert _owned() == []
 
 
+def test_who_may_open_no_port_is_told_what_it_takes() -> None:
+    rights = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+    code = "import os; from minirllm.sandboxes.netns import listen; listen(os.getpid(), 80)"
+    done = subprocess.run([*rights, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "SandboxError: A port into a sandbox needs root" in done.stderr
+
+
 @root_only
 async def test_a_port_that_cannot_be_is_said_in_a_sentence() -> None:
     async with create("local", Spec(limits=LIMITS, forward={70_000: ("127.0.0.1", 9)})) as box:

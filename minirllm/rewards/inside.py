@@ -98,12 +98,12 @@ def candidate(source: str, requests: Iterable[bytes], replies: Any) -> None:
 
     def guarded(number: int, work: Callable[[], Any], changed: Any = None) -> bool:
         try:
-            text = json.dumps([number, "ok", encode(work(), hold), encode(changed, hold)])
+            text, done = json.dumps([number, "ok", encode(work(), hold), encode(changed, hold)]), True
         except BaseException as error:
-            text = json.dumps([number, type(error).__name__, _said(error), line_of(error)])
+            text, done = _failed(number, error), False
         replies.write(text.encode() + b"\n")
         replies.flush()
-        return '"ok"' in text
+        return done
 
     if not guarded(0, load):
         return
@@ -129,11 +129,12 @@ def _call_named(module: types.ModuleType, name: str, args: list[Any]) -> Any:
     return _named(module, name)(*args)
 
 
-def _said(error: BaseException) -> str:
+def _failed(number: int, error: BaseException) -> str:
+    """The reply that tells an error, whose class is the candidate's, too: asked for its name or text, it may raise."""
     try:
-        return str(error)[:500]
+        return json.dumps([number, type(error).__name__, str(error)[:500], line_of(error)])
     except BaseException:
-        return ""
+        return json.dumps([number, "RuntimeError", "", ""])
 
 
 def line_of(error: BaseException, file: str = "answer.py") -> str:

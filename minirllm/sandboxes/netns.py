@@ -38,7 +38,7 @@ def _listen(pid: int, port: int) -> socket.socket:
     other = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if libc.setns(other, CLONE_NEWNET):
-            raise SandboxError(f"The sandbox's network cannot be entered: {os.strerror(ctypes.get_errno())}.")
+            raise SandboxError(f"A port into a sandbox needs root: {os.strerror(ctypes.get_errno())}.")
         with contextlib.ExitStack() as failing:
             made = failing.enter_context(socket.socket())
             made.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
