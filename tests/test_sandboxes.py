@@ -190,6 +190,17 @@ async def test_a_snapshot_is_the_files_as_they_were(box: Sandbox) -> None:
                 pass
 
 
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "local-unsafe"])
+async def test_a_share_of_a_processor_is_all_that_is_given(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "local" and os.geteuid():
+        pytest.skip("limits of a whole sandbox need root")
+    image = request.getfixturevalue("docker_image") if name == "docker" else ""
+    code = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    async with create(name, Spec(limits=Limits(cpus=0.2), image=image)) as box:
+        done = await box.execute(("/usr/bin/python3", "-I", "-c", code), timeout=60)
+    assert 0 < float(done.stdout) < 1.2, done
+
+
 async def test_commands_run_side_by_side_and_end_apart(box: Sandbox) -> None:
     slow = asyncio.create_task(box.run("sleep 1; echo slow", timeout=10))
     quick = await box.run("echo quick; sleep 100", timeout=0.3)
