@@ -16,7 +16,7 @@ from typing import Any
 from minirllm.dialects import AnswerStream, Dialect
 from minirllm.dialects.fields import finite, no_constant
 from minirllm.errors import RequestError, SessionClosed, Stalled, TooLarge
-from minirllm.sessions import AnySession
+from minirllm.recorded import AnySession
 from minirllm.types import Delta, ModelReply, ModelRequest
 
 MAX_DEPTH = 64  # of nested lists and objects

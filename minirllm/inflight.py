@@ -1,7 +1,7 @@
 """A request from its acceptance until its answer is delivered: what is sampled so far, and who listens.
 
-Owns: `Flight`, `Sample`, and by what requests, prompts and calls are known. Does not know: how requests are matched,
-sampled or recorded.
+Owns: `Accepted`, `Flight`, `Sample`, and by what requests, prompts and calls are known. Does not know: how requests are
+matched, sampled or recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ from minirllm.renderer import Stream
 from minirllm.types import Delta, Message, ModelReply, ModelRequest, SampledToken, SamplingParams, ToolCall
 
 OnDelta = Callable[[Delta], None]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A request that its session has accepted: what it continues, which of the session it is, what its steps say."""
+
+    request: ModelRequest
+    match: Match
+    arrival: int
+    metadata: dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -48,15 +58,12 @@ class Sample:
 class Flight:
     """A request being answered, or answered and not delivered."""
 
-    request: ModelRequest  # as `identity` leaves it
+    accepted: Accepted  # its request is as `identity` leaves it
     prompt_ids: list[int]
     params: SamplingParams
     overridden: dict[str, Any]
-    match: Match
     nth: tuple[bytes, int]  # digest of the prompt, and how many equal prompts were sent before
-    arrival: int  # which request of the session this is
     samples: list[Sample]
-    metadata: dict[str, Any] = field(default_factory=dict)  # of its steps: how it was matched, which side call it is
     deltas: list[Delta] = field(default_factory=list)  # everything said so far, for whoever asks again
     on_delta: OnDelta | None = None
     lost: bool = False  # answered, but the answer did not reach its client
@@ -67,7 +74,7 @@ class Flight:
     @property
     def reply_id(self) -> str:
         """`ModelReply.id`: a prefix and the call id of choice 0."""
-        return ("cmpl-" if self.request.messages is None else "chatcmpl-") + self.samples[0].call_id
+        return ("cmpl-" if self.accepted.request.messages is None else "chatcmpl-") + self.samples[0].call_id
 
     @property
     def done(self) -> bool:

@@ -29,9 +29,10 @@ from minirllm import watchdog
 from minirllm.config import Config
 from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
+from minirllm.recorded import AnySession
 from minirllm.returns import as_episode, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
-from minirllm.sessions import AnySession, Sessions
+from minirllm.sessions import Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline, Overdue, source, watched, within
 

@@ -34,7 +34,8 @@ from minirllm.dialects.kept import Kept
 from minirllm.dialects.openai import error as openai_error
 from minirllm.errors import EngineError, QuotaExceeded, RequestError, Stalled, Unauthorized, UserError
 from minirllm.exchange import STALLED, ClientGone, Exchange, decode_json, read_body
-from minirllm.sessions import AnySession, Sessions
+from minirllm.recorded import AnySession
+from minirllm.sessions import Sessions
 from minirllm.types import ModelRequest
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """One rollout's conversations with the model: match, extend, generate, record.
 
-Owns: `Session`: prompt tokens of a request, sampling rules, seeds, quotas, answers given again, what is recorded. Does
-not know: torch, HTTP, wire formats, chat templates, rewards.
+Owns: `Session`: prompt tokens of a request, sampling rules, seeds, answers given again, the tokens that are recorded.
+Does not know: torch, HTTP, wire formats, chat templates, rewards.
 
 A request is matched by its messages, not by its connection: it continues the longest earlier call whose request and
 answer it repeats. Parallel calls, sub-agents and edited histories match other calls or none, and become branches of the
@@ -14,14 +14,11 @@ the connection). Equal to one that is still being answered, or was, it is a new 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from minirllm.conversation import Answer, Conversations, Match, Matcher, normalized
+from minirllm.conversation import Answer, Match
 from minirllm.engines import Sampler
 from minirllm.errors import (
     ContextOverflow,
@@ -29,77 +26,33 @@ from minirllm.errors import (
     QuotaExceeded,
     RequestError,
     SessionClosed,
-    UserError,
 )
 from minirllm.inflight import Flight, OnDelta, Sample, identify, identity, prompt_digest, shown_tools
+from minirllm.recorded import AnySession
 from minirllm.renderer import Renderer
-from minirllm.tree import TokenTree
-from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams, Step
+from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams
 
 #: What `enforced` replaces, besides capping max_tokens. Stop strings and stop tokens stay the request's own.
 ENFORCED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 
-#: What a session counts, all from zero.
-COUNTERS = (
-    "calls",  # samples started: n per request
-    "conversations",  # requests that continue no call
-    "extended",  # requests whose prompt begins with the very tokens of the call they continue
-    "branches",  # requests that continue a call in another way, for one of the next three reasons
-    "rerendered",  # the template rewrote the history, as history = "rerender" allows
-    "unprovable",  # the renderer could not prove an extension
-    "edited",  # an assistant turn is not the one that was sampled
-    "reasked",  # prompts sent again after they were answered: new samples
-    "replayed",  # requests that got an answer already sampled, or being sampled
-    "aborted",  # samples cut off: the client left, the session was closed, the engine failed
-    "truncated",  # samples that hit their token limit
-    "malformed_tool_calls",
-    "auxiliary",  # samples of a harness's side calls, by `Session.auxiliary`: never trained
-    "drift",  # samples whose text, as sent, is not what their tokens say: must be 0
-)
-
-Classifier = Callable[[ModelRequest], str | None]  # the kind of a side call (a title, a summary), or None
-
 ABORTED_VERSION = -1  # the weight version of a sample that was cut off is not known
-
-_RESPONSE_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})(?:-(\d+))?")  # chatcmpl-<call id>[-<choice index>]
 
 
 @dataclass(eq=False)
-class Session:
-    """Everything that one rollout (or one served client) says to the model. All methods run on the event loop."""
+class Session(AnySession):
+    """Everything that one rollout (or one served client) says to the model in this process."""
 
-    id: str
-    key: str = field(repr=False)  # the bearer key its clients must show
     engine: Sampler
     renderer: Renderer
-    model: str  # the name replies carry
-    seed_parts: tuple[Any, ...] = ()  # all that seeds depend on besides the prompts: ints and strings
-    enforced: SamplingParams | None = None  # training: replaces what the agent asks, see ENFORCED
+    model: str
+    _: KW_ONLY
     default_max_tokens: int = 256  # when a request has none; with `enforced`, the cap when that has none
-    default_temperature: float = 1.0  # when a request has none and nothing is enforced
-    max_calls: int = 200
-    max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
-    max_streams: int = 16  # samples in the engine at once; more wait here, in the order in which they came
-    matcher: Matcher = normalized  # which messages are earlier ones, sent back
-    auxiliary: Classifier | None = None  # which requests are a harness's side calls
-    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self.closed = False
-        self.failure: EngineError | None = None  # of the engine, in a call of this session
-        self.tree = TokenTree()
-        self.steps: list[Step] = []  # in the order in which their requests arrived
-        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self.tokens_used = 0
-        self._conversations = Conversations(self.matcher)
+        super().__post_init__()
         self._raw: list[Answer] = []  # calls that had a raw prompt
         self._flights: list[Flight] = []  # not delivered yet
         self._sent: dict[bytes, set[int]] = {}  # digest of a prompt -> the `nth` of its answered and running requests
-        self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
-        self._requests = 0
-        self._streams = asyncio.Semaphore(self.max_streams)
-        self.refused = 0  # calls that were: too many end the session's patience, see server
-        self._idle_since = time.monotonic()
 
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
         """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they are sampled.
@@ -107,10 +60,8 @@ class Session:
         Cancelling the caller cancels the generation. Raises SessionClosed, QuotaExceeded, ContextOverflow or
         RequestError before any work, EngineError if the engine fails.
         """
-        if self.closed:
-            raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
         same = identity(request)
-        flight = next((known for known in self._flights if known.lost and known.request == same), None)
+        flight = next((known for known in self._flights if known.lost and known.accepted.request == same), None)
         if flight is None:
             flight = self._begin(same)
         else:
@@ -170,41 +121,23 @@ class Session:
                 self._abort(flight)
         self._flights = []
 
-    def claim(self, ids: Iterable[str]) -> list[Step]:
-        """The steps with these ids, in that order: call ids, response ids, or those with ``-<choice index>`` behind.
-
-        Raises UserError naming the first id that is none of this session's.
-        """
-        return claimed(self.id, ids, self.steps, self._arrival)
-
     # ---- a request before generation ----
 
     def _begin(self, request: ModelRequest) -> Flight:
         """Accept a request and start it. All refusals are raised from here, and leave no trace."""
-        made = self.counters["calls"]
-        if made + request.n > self.max_calls:
-            raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
+        self._admit(request)
         match, prompt_ids, kind = self._chat(request) if request.messages is not None else self._completion(request)
         params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
         if request.tool_choice not in ("auto", "none"):
             overridden["tool_choice"] = "auto"  # the model's tokens are its own: nothing forces a call
-        metadata = {"match": "edited" if match.edited else kind.removesuffix("s")}
-        if self.auxiliary is not None and (side_call := self.auxiliary(request)):
-            metadata["auxiliary"] = side_call
+        said = self._side_call(request)
         digest = prompt_digest(prompt_ids)
         taken = self._sent.setdefault(digest, set())
         nth = next(k for k in range(len(taken) + 1) if k not in taken)
-        taken.add(nth)
         samples = [self._new_sample(request, prompt_ids, nth, index) for index in range(request.n)]
-        self.counters["calls"] += request.n
-        self.counters[kind] += 1
-        self.counters["edited"] += match.edited
-        self.counters["branches"] += match.edited or kind in ("rerendered", "unprovable")
-        self.counters["reasked"] += nth > 0
-        self.counters["auxiliary"] += request.n * ("auxiliary" in metadata)
-        self._requests += 1
-        which = ((digest, nth), self._requests)
-        flight = Flight(request, prompt_ids, params, overridden, match, *which, samples, metadata)
+        accepted = self._accept(request, match, kind, nth, said)
+        taken.add(nth)
+        flight = Flight(accepted, prompt_ids, params, overridden, (digest, nth), samples)
         flight.task = asyncio.create_task(self._answer(flight))
         flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its callers may be gone
         self._flights.append(flight)
@@ -314,34 +247,16 @@ class Session:
 
     def _record(self, flight: Flight, index: int, completion: Completion) -> Choice:
         """A finished choice becomes a node of the token tree, a step, and an answer that requests can continue."""
-        request, parent = flight.request, flight.match.parent
+        request, parent = flight.accepted.request, flight.accepted.match.parent
         call_id, message = flight.samples[index].call_id, flight.samples[index].message()
         reason = "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
         node = self.tree.add(flight.prompt_ids, completion, call_id, parent.node if parent else None)
         answer = Answer(call_id, node, shown_tools(request), message)
         if request.messages is None:
             self._raw.append(answer)
-        else:
-            self._conversations.record(flight.match, answer)
-        self._arrival[call_id] = (flight.arrival, index)
-        step = Step(
-            id=call_id,
-            messages=flight.match.added,
-            parent=parent.call_id if parent else None,
-            tools=[] if parent else shown_tools(request),
-            response=message,
-            metadata=dict(flight.metadata),
-            node=node,
-            prompt_length=len(flight.prompt_ids),
-            response_length=len(completion.token_ids),
-            finish_reason=reason,
-            weight_version=completion.weight_version,
-            params=flight.params,
-        )
-        insort(self.steps, step, key=lambda step: self._arrival[step.id])
-        self.tokens_used += len(flight.prompt_ids) + len(completion.token_ids)
-        self.counters["truncated"] += completion.finish_reason == "length"
-        self.counters["malformed_tool_calls"] += message.malformed
+        told = {"prompt_length": len(flight.prompt_ids), "response_length": len(completion.token_ids)}
+        told |= {"node": node, "weight_version": completion.weight_version}
+        self._keep(flight.accepted, index, answer, {}, finish_reason=reason, params=flight.params, **told)
         ids, logprobs = self.tree.response(node)
         tools, stops, raw = shown_tools(request), request.params.stop, request.messages is None
         read = self.renderer.parse(ids, tools, stops, raw=raw, prompt_ids=flight.prompt_ids)
@@ -359,24 +274,10 @@ class Session:
         digest, nth = flight.nth
         self._sent[digest].discard(nth)
         self.counters["aborted"] += len(flight.samples)
-        parent = flight.match.parent
+        parent = flight.accepted.match.parent
         for sample in flight.samples:
             ids, logprobs = [token.id for token in sample.tokens], [token.logprob for token in sample.tokens]
             self.tokens_used += len(flight.prompt_ids) + len(ids)
             if ids:
                 partial = Completion(ids, logprobs, "abort", ABORTED_VERSION, flight.params.temperature)
                 self.tree.add(flight.prompt_ids, partial, sample.call_id, parent.node if parent else None)
-
-
-def claimed(id: str, ids: Iterable[str], steps: Iterable[Step], arrival: Mapping[str, tuple[int, int]]) -> list[Step]:
-    """Of the `steps` of session `id` those that `ids` name, see `Session.claim`."""
-    by_arrival = {arrival[step.id]: step for step in steps}
-    found = []
-    for name in ids:
-        match = _RESPONSE_ID.fullmatch(name)
-        number, index = arrival.get(match[1], (-1, 0)) if match else (-1, 0)
-        step = by_arrival.get((number, int(match[2]) if match and match[2] else index))
-        if step is None:
-            raise UserError(f"No call of session {id!r} has the id {name!r}: give the id of a response.")
-        found.append(step)
-    return found

@@ -1,54 +1,22 @@
 """The sessions of one endpoint, by id.
 
-Owns: `Sessions`, the registry: what is open, what was closed, and the session of calls that name none; `AnySession`,
-what endpoint and rollouts need of a session, whoever answers in it. Does not know: what a session does.
+Owns: `Sessions`, the registry: what is open, what was closed, and the session of calls that name none. Does not
+know: what a session does.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from minirllm.errors import EngineError, SessionClosed, UnknownSession
-from minirllm.inflight import OnDelta
+from minirllm.errors import SessionClosed, UnknownSession
+from minirllm.recorded import AnySession
 from minirllm.session import Session
-from minirllm.tree import TokenTree
-from minirllm.types import ModelReply, ModelRequest, Step
 
 SHARED_TOKENS = 1_000_000  # after so many a shared session is replaced, since it remembers them all
 CLOSED_KEPT = 10_000  # ids of closed sessions whose late calls are told so; of an older one none is known
-
-
-class AnySession(Protocol):
-    """A session with the model in this process (`Session`), or with a provider's. `Session` says what the parts are."""
-
-    id: str
-    key: str
-    model: str
-    seed_parts: tuple[Any, ...]
-    max_calls: int
-    closed: bool
-    failure: EngineError | None
-    refused: int
-    tokens_used: int
-    counters: dict[str, int]
-    steps: list[Step]
-    tree: TokenTree
-
-    @property
-    def default_max_tokens(self) -> int | None: ...
-    @property
-    def max_context(self) -> int: ...
-    async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply: ...
-    def count(self, request: ModelRequest) -> int: ...
-    def token_text(self, id: int) -> str: ...
-    def waiting(self) -> str: ...
-    def delivered(self, reply_id: str) -> None: ...
-    def lost(self, reply_id: str) -> None: ...
-    def close(self) -> None: ...
-    def claim(self, ids: Iterable[str]) -> list[Step]: ...
 
 
 class Sessions:

@@ -24,6 +24,7 @@ ROWS = [
     "algorithms conversation diagnostics flow models policy sandboxes store template trackers",
     "batch checkpoint engines harness log renderer rewards",
     "harbor inflight trainer",
+    "recorded",
     "session",
     "sessions",
     "exchange rollouts",

@@ -80,7 +80,9 @@ class Agents(RuleBasedStateMachine):
         self.recorders = [Recorder(self.engine) for _ in range(2)]
         enforced = SamplingParams(temperature=1.0)
         self.sessions = [
-            Session(f"s{k}", "key", recorder, RENDERER, "model", (0, "t", k), enforced, **self.limits)
+            Session(
+                f"s{k}", "key", recorder, RENDERER, "model", seed_parts=(0, "t", k), enforced=enforced, **self.limits
+            )
             for k, recorder in enumerate(self.recorders)
         ]
 

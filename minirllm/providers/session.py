@@ -1,9 +1,8 @@
 """A session whose calls a provider answers.
 
-Owns: `ProviderSession`: quotas, seeds, what is recorded of each call. Does not know: HTTP, who the provider is, wire
-formats. It has the surface of `session.Session` (see `sessions.AnySession`), without tokens: the counts are those that
-the provider says, the token tree stays empty, so nothing can be trained on. Every request is a new call: an answer that
-was lost on its way is not kept, and sampling is the provider's.
+Owns: `ProviderSession`: seeds, what is asked of the provider. Does not know: HTTP, who the provider is, wire formats.
+There are no tokens: the counts are those that the provider says, the token tree stays empty, so nothing can be trained.
+Every request is a new call: an answer that was lost on its way is not kept, and sampling is the provider's.
 """
 
 from __future__ import annotations
@@ -11,62 +10,40 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
-from minirllm.conversation import Answer, Conversations, Match, Matcher, normalized
+from minirllm.conversation import Answer
 from minirllm.errors import EngineError, ProviderError, QuotaExceeded, RequestError, SessionClosed
-from minirllm.inflight import OnDelta, identify, shown_tools
+from minirllm.inflight import Accepted, OnDelta, identify, shown_tools
 from minirllm.providers import wire
 from minirllm.providers.upstream import Upstream
 from minirllm.providers.wire import Reading
-from minirllm.session import COUNTERS, Classifier, claimed
-from minirllm.tree import TokenTree
-from minirllm.types import Choice, Completion, Delta, ModelReply, ModelRequest, SamplingParams, Step, Usage
+from minirllm.recorded import AnySession
+from minirllm.types import Choice, Completion, Delta, ModelReply, ModelRequest, Usage
 
 ACCEPTED = 3.0  # seconds after which a call counts as accepted although the provider has not begun to answer
 MAX_SEED = 2**31  # some providers take no larger one
 
 
 @dataclass(eq=False)
-class ProviderSession:
-    """Everything that one rollout (or one served client) asks a provider. All methods run on the event loop."""
+class ProviderSession(AnySession):
+    """Everything that one rollout (or one served client) asks a provider. The session's key is not the provider's, and
+    ``max_tokens_total`` holds for ended calls, as the provider counts them."""
 
-    id: str
-    key: str = field(repr=False)  # the bearer key its clients must show; not the provider's
     upstream: Upstream
-    seed_parts: tuple[Any, ...] = ()
-    enforced: SamplingParams | None = None
+    _: KW_ONLY
     default_max_tokens: int | None = None  # when a request has none; None: as many as the provider likes
-    default_temperature: float = 1.0  # when a request has none; 1, which is every provider's own, is not sent
-    max_calls: int = 200
-    max_tokens_total: int | None = None  # prompt and sampled tokens of ended calls, as the provider counts them
-    max_streams: int = 16  # calls sent to the provider at once; more wait here
-    matcher: Matcher = normalized  # which messages are earlier ones, sent back
-    auxiliary: Classifier | None = None  # which requests are a harness's side calls
     max_context: int = 128_000  # what agents that ask are told; no provider says it
-    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self.enforced is None, "a provider's model is not trained"
         self.model = self.upstream.provider.model
-        self.closed = False
-        self.failure: EngineError | None = None  # the provider refuses every call
-        self.tree = TokenTree()
-        self.steps: list[Step] = []  # in the order in which their requests arrived
-        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self.tokens_used = self.refused = 0
-        self._conversations = Conversations(self.matcher)
         self._flying: dict[asyncio.Task[ModelReply], float] = {}  # since when
         self._sent: Counter[bytes] = Counter()  # by digest of the body
-        self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
-        self._requests = 0
-        self._streams = asyncio.Semaphore(self.max_streams)
-        self._idle_since = time.monotonic()
 
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
         """Answer one request. `on_delta` gets an empty delta once it is accepted, then the pieces as they come.
@@ -95,10 +72,6 @@ class ProviderSession:
         """No provider says how many tokens a prompt has without answering it."""
         raise RequestError("Tokens cannot be counted here: an outside provider answers, not this server.", status=404)
 
-    def token_text(self, id: int) -> str:
-        """Never asked for: there are no ids."""
-        raise NotImplementedError
-
     def waiting(self) -> str:
         """What its client waits for, and since when."""
         name = self.upstream.provider.name
@@ -117,19 +90,12 @@ class ProviderSession:
         for task in self._flying:
             task.cancel()
 
-    def claim(self, ids: Iterable[str]) -> list[Step]:
-        """The steps with these ids, as `Session.claim`."""
-        return claimed(self.id, ids, self.steps, self._arrival)
-
     # ---- one request ----
 
     def _begin(self, request: ModelRequest) -> _Call:
         """Accept a request. All refusals that need no provider are raised from here, and leave no trace."""
-        if self.closed:
-            raise SessionClosed(f"Session {self.id!r} has ended: late calls are refused.")
-        made, name = self.counters["calls"], self.upstream.provider.name
-        if made + request.n > self.max_calls:
-            raise QuotaExceeded(f"Session {self.id!r} may make {self.max_calls} model calls and has made {made}.")
+        self._admit(request)
+        name = self.upstream.provider.name
         if self.max_tokens_total is not None and self.tokens_used >= self.max_tokens_total:
             used = f"may use {self.max_tokens_total} tokens and has used {self.tokens_used}"
             raise QuotaExceeded(f"Session {self.id!r} {used}.")
@@ -148,19 +114,10 @@ class ProviderSession:
         digest = blake2b(json.dumps(body, sort_keys=True).encode()).digest()
         nth = self._sent[digest]
         samples = [identify(self.seed_parts, digest, nth, index) for index in range(request.n)]
-        self._sent[digest] += 1
-        self._requests += 1
-        self.counters["calls"] += request.n
-        self.counters["edited"] += match.edited
-        self.counters["branches"] += match.edited
-        self.counters["reasked"] += nth > 0
         kind = "extended" if match.parent else "conversations"
-        self.counters[kind] += 1
-        metadata = {"match": "edited" if match.edited else kind.removesuffix("s"), "provider": name}
-        if self.auxiliary is not None and (side_call := self.auxiliary(request)):
-            metadata["auxiliary"] = side_call
-            self.counters["auxiliary"] += request.n
-        return _Call(request, match, metadata, self._requests, samples)
+        accepted = self._accept(request, match, kind, nth, {"provider": name, **self._side_call(request)})
+        self._sent[digest] += 1
+        return _Call(accepted, samples)
 
     async def _answer(self, call: _Call, on_delta: OnDelta | None) -> ModelReply:
         """Ask for all choices at once. They are recorded together when all are there."""
@@ -196,40 +153,28 @@ class ProviderSession:
             return await self.upstream.chat(body, reading, accepted, on_delta is None)
 
     def _record(self, call: _Call, index: int, read: Reading) -> Choice:
-        """A finished choice becomes a step, and an answer that requests can continue."""
-        call_id, parent, (message, reason) = call.id(index), call.match.parent, read.message()
-        self._conversations.record(call.match, Answer(call_id, 0, shown_tools(call.request), message))
-        self._arrival[call_id] = (call.arrival, index)
-        step = Step(
-            id=call_id,
-            metadata={**call.metadata, "model": read.model, "finish_reason": read.finish},
-            messages=call.match.added,
-            parent=parent.call_id if parent else None,
-            tools=[] if parent else shown_tools(call.request),
-            response=message,
-            prompt_length=read.usage.prompt,
-            response_length=read.usage.sampled,
-            finish_reason=reason,
-            params=replace(call.request.params, seed=call.seed(index)),
-        )
-        insort(self.steps, step, key=lambda step: self._arrival[step.id])
-        self.tokens_used += read.usage.prompt + read.usage.sampled
-        self.counters["truncated"] += reason == "length"
-        self.counters["malformed_tool_calls"] += message.malformed
+        """Its step says what model the provider had, and how it said that the answer ended."""
+        message, reason = read.message()
+        answer = Answer(call.id(index), 0, shown_tools(call.request), message)
+        said = {"model": read.model, "finish_reason": read.finish}
+        told = {"prompt_length": read.usage.prompt, "response_length": read.usage.sampled}
+        params = replace(call.request.params, seed=call.seed(index))
+        self._keep(call.accepted, index, answer, said, finish_reason=reason, params=params, **told)
         completion = Completion([], [], "length" if reason == "length" else "stop", 0)
-        return Choice(index, call_id, message, completion, reason)
+        return Choice(index, answer.call_id, message, completion, reason)
 
 
 @dataclass(eq=False)
 class _Call:
-    """An accepted request: what it continues, what its steps say of that, which it is of the session, and the id and
-    seed of each choice."""
+    """An accepted request, and the id and seed of each choice."""
 
-    request: ModelRequest
-    match: Match
-    metadata: dict[str, Any]
-    arrival: int
+    accepted: Accepted
     samples: list[tuple[str, int]]
+
+    @property
+    def request(self) -> ModelRequest:
+        """As it was accepted."""
+        return self.accepted.request
 
     def id(self, index: int) -> str:
         """The call id of a choice."""
