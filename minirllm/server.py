@@ -198,8 +198,8 @@ class ModelRoute:
             exchange.session = session
             body = await read_body(headers, receive, self.endpoint.max_body)
             request = self.endpoint.parse(self.name, decode_json(body), self.route, session)
-            if self.route in self.dialect.COUNT:
-                await exchange.answer(self.dialect.counted(session.count(request)))
+            if counted := self.dialect.COUNT.get(self.route):
+                await exchange.answer(counted(session.count(request)))
             else:
                 await exchange.run(session, request)
         except ClientGone:

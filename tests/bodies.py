@@ -1,14 +1,49 @@
-"""Request bodies with something else somewhere in them."""
+"""What tests of all dialects share: bodies with something else somewhere in them, refusals, a small vocabulary."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
+from minirllm.errors import RequestError
+from minirllm.types import ModelRequest
 from tests.test_fields import JSON
+
+
+def text_of(token_id: int) -> str:
+    """The text of a token, one of them a part of a character."""
+    return {1: "He", 2: "llo", 3: "\ufffd", 9: ""}.get(token_id, f"<{token_id}>")
+
+
+def refusing(parse: Callable[..., ModelRequest]) -> Callable[..., RequestError]:
+    """What `parse` says to fields that it refuses."""
+
+    def refused(**fields: Any) -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            parse(**fields)
+        assert caught.value.status == 400
+        return caught.value
+
+    return refused
+
+
+def names_each(refused: Callable[..., RequestError], wrong: Mapping[str, list[Any]]) -> Callable[[str, Any], None]:
+    """A test: each of the values of these fields is refused in a sentence that names the field."""
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [(field, value) for field, values in wrong.items() for value in values]
+    )
+    def test(field: str, value: Any) -> None:
+        problem = refused(**{field: value})
+        assert problem.param == field
+        assert field in problem.message
+        assert problem.message.endswith(".")
+
+    return test
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

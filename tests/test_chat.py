@@ -21,6 +21,7 @@ from minirllm.types import (
     SampledToken,
     ToolCall,
 )
+from tests.bodies import names_each, refusing, text_of
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {
@@ -33,15 +34,7 @@ def parse(**fields) -> ModelRequest:
     return chat.parse({"messages": [USER], **fields})
 
 
-def refused(**fields) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse(**fields)
-    assert caught.value.status == 400
-    return caught.value
-
-
-def text_of(token_id: int) -> str:
-    return {1: "He", 2: "llo", 3: "\ufffd", 9: ""}.get(token_id, f"<{token_id}>")
+refused = refusing(parse)
 
 
 def reply(*messages: Message, tokens=(1, 2, 9), finish="stop", **fields) -> ModelReply:
@@ -187,12 +180,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
-def test_a_wrong_value_is_refused_by_name(field, value) -> None:
-    problem = refused(**{field: value})
-    assert problem.param == field
-    assert field in problem.message
-    assert problem.message.endswith(".")
+test_a_wrong_value_is_refused_by_name = names_each(refused, WRONG)
 
 
 @pytest.mark.parametrize(

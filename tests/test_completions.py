@@ -11,14 +11,11 @@ from openai.types import Completion as OpenAICompletion
 from minirllm.dialects import DIALECTS, completions
 from minirllm.errors import RequestError
 from minirllm.types import Choice, Completion, Delta, Message, ModelReply, ModelRequest, SampledToken
+from tests.bodies import text_of
 
 
 def parse(**fields) -> ModelRequest:
     return completions.parse({"prompt": "Say", **fields})
-
-
-def text_of(token_id: int) -> str:
-    return {1: "He", 2: "llo", 9: ""}[token_id]
 
 
 def reply(n: int = 1) -> ModelReply:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minirllm.dialects import gemini
-from minirllm.errors import RequestError
 from minirllm.types import Message, ModelRequest, ToolCall
+from tests.bodies import refusing
 
 USER = {"role": "user", "parts": [{"text": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
@@ -24,11 +24,7 @@ def configured(**config) -> ModelRequest:
     return parse(generationConfig=config)
 
 
-def refused(**fields) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse(**fields)
-    assert caught.value.status == 400
-    return caught.value
+refused = refusing(parse)
 
 
 def test_a_conversation_with_all_its_parts() -> None:
@@ -196,7 +192,7 @@ def test_counting_takes_contents_or_a_whole_request() -> None:
     whole = {"model": "models/tiny", "contents": [USER], "systemInstruction": {"parts": [{"text": "s"}]}}
     assert gemini.parse({"contents": [USER]}, COUNT).messages == [Message("user", "hi")]
     assert len(gemini.parse({"generateContentRequest": whole}, COUNT).messages) == 2
-    assert gemini.counted(7)["totalTokens"] == 7
+    assert gemini.COUNT[COUNT](7)["totalTokens"] == 7
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from minirllm.dialects import gemini
 from minirllm.errors import ContextOverflow, QuotaExceeded, RequestError, SessionClosed, Unauthorized, UnknownSession
 from minirllm.types import CallDelta, Choice, Completion, Delta, Message, ModelReply, ModelRequest, ToolCall
+from tests.bodies import text_of
 
 USER = {"role": "user", "parts": [{"text": "hi"}]}
 GENERATE, STREAM, *_ = gemini.ROUTES
@@ -21,10 +22,6 @@ def parse(route: str = GENERATE, **fields) -> ModelRequest:
 
 def configured(**config) -> ModelRequest:
     return parse(generationConfig=config)
-
-
-def text_of(token_id: int) -> str:
-    return {1: "He", 2: "llo", 9: ""}.get(token_id, f"<{token_id}>")
 
 
 def reply(*messages: Message, finish="stop", **fields) -> ModelReply:

@@ -10,11 +10,12 @@ import pytest
 from minirllm.dialects import chat, messages
 from minirllm.errors import RequestError
 from minirllm.types import Message, ModelRequest, ToolCall
+from tests.bodies import names_each, refusing
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 TOOL = {"name": "run", "description": "Runs it.", "input_schema": SCHEMA}
-COUNT = messages.COUNT[0]
+(COUNT,) = messages.COUNT
 
 
 def parse(**fields) -> ModelRequest:
@@ -26,11 +27,7 @@ def said(*blocks: dict, role: str = "user") -> list[Message]:
     return parse(messages=[{"role": role, "content": list(blocks)}, USER]).messages[:-1]
 
 
-def refused(**fields) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse(**fields)
-    assert caught.value.status == 400
-    return caught.value
+refused = refusing(parse)
 
 
 def text(value: str, **more) -> dict:
@@ -177,7 +174,7 @@ def test_a_schema_for_the_answer_is_kept_under_either_name() -> None:
 def test_counting_needs_no_limit_and_may_end_with_the_assistant() -> None:
     body = {"model": "m", "messages": [USER, {"role": "assistant", "content": "so far"}]}
     assert messages.parse(body, COUNT).messages[-1] == Message("assistant", "so far")
-    assert messages.counted(7) == {"input_tokens": 7}
+    assert messages.COUNT[COUNT](7) == {"input_tokens": 7}
     with pytest.raises(RequestError, match="prefill"):
         messages.parse(body)
 
@@ -202,12 +199,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
-def test_a_wrong_value_is_refused_by_name(field, value) -> None:
-    problem = refused(**{field: value})
-    assert problem.param == field
-    assert field in problem.message
-    assert problem.message.endswith(".")
+test_a_wrong_value_is_refused_by_name = names_each(refused, WRONG)
 
 
 @pytest.mark.parametrize(

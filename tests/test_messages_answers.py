@@ -21,6 +21,7 @@ from minirllm.errors import (
     UnknownSession,
 )
 from minirllm.types import Choice, Completion, Message, ModelReply, ModelRequest, ToolCall
+from tests.bodies import text_of
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
@@ -28,10 +29,6 @@ SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 
 def parse(**fields) -> ModelRequest:
     return messages.parse({"model": "m", "max_tokens": 10, "messages": [USER], **fields})
-
-
-def text_of(token_id: int) -> str:
-    return {1: "He", 2: "llo", 9: ""}.get(token_id, f"<{token_id}>")
 
 
 def reply(message: Message | None = None, finish="stop", stop="", cached=1, **fields) -> ModelReply:

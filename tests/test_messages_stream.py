@@ -14,14 +14,11 @@ from pydantic import TypeAdapter
 from minirllm.dialects import messages
 from minirllm.errors import RequestError
 from minirllm.types import CallDelta, Choice, Completion, Delta, Message, ModelReply, SampledToken, ToolCall
+from tests.bodies import text_of
 
 USER = {"role": "user", "content": "hi"}
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 CALLS = (ToolCall("call_0", "run", '{"cmd": "ls"}'), ToolCall("call_1", "run", "{}"))
-
-
-def text_of(token_id: int) -> str:
-    return {1: "He", 2: "llo", 9: ""}[token_id]
 
 
 def stream(**fields) -> messages.Stream:

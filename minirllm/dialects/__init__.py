@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from minirllm.dialects import chat, completions, gemini, messages, responses
 from minirllm.dialects.kept import Kept
-from minirllm.dialects.openai import TokenText
+from minirllm.dialects.openai import Counted, TokenText
 from minirllm.errors import RequestError
 from minirllm.types import Delta, ModelReply, ModelRequest
 
@@ -41,13 +41,10 @@ class Dialect(Protocol):
     """What a dialect module offers."""
 
     ROUTES: tuple[str, ...]  # whole paths, below the session's prefix; they may hold path parameters
-    COUNT: tuple[str, ...]  # routes that only count a prompt's tokens
+    COUNT: Counted  # routes that only count a prompt's tokens, and what says how many there are
 
     def parse(self, body: Any, route: str) -> ModelRequest:
         """The request in the one internal form. Raises RequestError naming the field."""
-
-    def counted(self, tokens: int) -> dict[str, Any]:
-        """The answer of the COUNT routes."""
 
     def response(self, reply: ModelReply, request: ModelRequest, token_text: TokenText) -> dict[str, Any]:
         """The whole answer as JSON."""

@@ -14,11 +14,11 @@ from typing import Any
 from minirllm.dialects import fields as read
 from minirllm.dialects import openai, response_format
 from minirllm.dialects.fields import Fields
-from minirllm.dialects.openai import COUNT, TokenText, counted, error
+from minirllm.dialects.openai import COUNT, TokenText, error
 from minirllm.errors import RequestError
 from minirllm.types import CallDelta, Delta, Message, ModelReply, ModelRequest, SampledToken, ToolCall
 
-__all__ = ["COUNT", "ROUTES", "Stream", "counted", "error", "parse", "response"]
+__all__ = ["COUNT", "ROUTES", "Stream", "error", "parse", "response"]
 
 ROUTES: tuple[str, ...] = ("/v1/chat/completions",)
 

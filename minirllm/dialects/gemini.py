@@ -27,15 +27,16 @@ from minirllm.dialects import fields as read
 from minirllm.dialects import response_format
 from minirllm.dialects.fields import Fields
 from minirllm.dialects.gemini_answer import Stream, counted, error, response
+from minirllm.dialects.openai import Counted
 from minirllm.errors import RequestError
 from minirllm.types import Message, ModelRequest, ToolCall
 
-__all__ = ["COUNT", "ROUTES", "Stream", "counted", "error", "parse", "response"]
+__all__ = ["COUNT", "ROUTES", "Stream", "error", "parse", "response"]
 
 _MODELS = ("/v1beta/models/{model}", "/v1/models/{model}")  # which of them depends on the age of the client
 _STREAM = ":streamGenerateContent"  # with or without alt=sse, events are what it sends
 ROUTES: tuple[str, ...] = tuple(model + verb for model in _MODELS for verb in (":generateContent", _STREAM))
-COUNT: tuple[str, ...] = tuple(f"{model}:countTokens" for model in _MODELS)
+COUNT: Counted = {f"{model}:countTokens": counted for model in _MODELS}
 
 _SAMPLING = {
     "max_tokens": "maxOutputTokens",

@@ -25,13 +25,14 @@ from minirllm.dialects import fields as read
 from minirllm.dialects import response_format
 from minirllm.dialects.fields import Fields
 from minirllm.dialects.messages_answer import Stream, counted, error, response
+from minirllm.dialects.openai import Counted
 from minirllm.errors import RequestError
 from minirllm.types import Message, ModelRequest, ToolCall
 
-__all__ = ["COUNT", "ROUTES", "Stream", "counted", "error", "parse", "response"]
+__all__ = ["COUNT", "ROUTES", "Stream", "error", "parse", "response"]
 
 ROUTES: tuple[str, ...] = ("/v1/messages",)
-COUNT: tuple[str, ...] = ("/v1/messages/count_tokens",)
+COUNT: Counted = {"/v1/messages/count_tokens": counted}
 
 _ROLES = ("user", "assistant", "system")
 _THINKING = ("adaptive", "between_tools", "disabled", "enabled")

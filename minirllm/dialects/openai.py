@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,11 @@ from minirllm.errors import RequestError
 from minirllm.types import CallDelta, Choice, Completion, Delta, Message, ModelReply, ModelRequest, SampledToken
 
 TokenText = Callable[[int], str]  # the text of one token id
+Counted = Mapping[str, Callable[[int], dict[str, Any]]]  # by route: the answer that says how many tokens there are
 
 DONE = "data: [DONE]\n\n"
-COUNT: tuple[str, ...] = ()  # OpenAI has no route that counts a prompt's tokens
+COUNT: Counted = {}  # chats and completions have no route that counts
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-
-
-def counted(tokens: int) -> dict[str, Any]:
-    """Never called, since there is no route that counts."""
-    raise NotImplementedError
 
 
 def error(problem: RequestError) -> dict[str, Any]:

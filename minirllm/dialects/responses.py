@@ -14,16 +14,18 @@ from minirllm.dialects import fields as read
 from minirllm.dialects import response_format
 from minirllm.dialects.fields import Fields
 from minirllm.dialects.kept import Kept
-from minirllm.dialects.openai import TokenText, error
+from minirllm.dialects.openai import Counted, TokenText, error
 from minirllm.dialects.responses_items import Tools, items_of, messages_of
 from minirllm.dialects.responses_stream import Stream
 from minirllm.errors import RequestError
 from minirllm.types import Message, ModelReply, ModelRequest, SamplingParams
 
-__all__ = ["COUNT", "KEPT", "ROUTES", "Stream", "counted", "error", "parse", "recall", "response"]
+__all__ = ["COUNT", "KEPT", "ROUTES", "Stream", "error", "parse", "recall", "response"]
 
 ROUTES: tuple[str, ...] = ("/v1/responses",)
-COUNT: tuple[str, ...] = ("/v1/responses/input_tokens",)
+COUNT: Counted = {
+    "/v1/responses/input_tokens": lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+}
 ONE, ITEMS = "/v1/responses/{id}", "/v1/responses/{id}/input_items"
 KEPT: tuple[tuple[str, str], ...] = (("GET", ONE), ("DELETE", ONE), ("GET", ITEMS))
 
@@ -155,11 +157,6 @@ def response(reply: ModelReply, request: ModelRequest, token_text: TokenText) ->
     stream.body["created_at"] = reply.created
     stream.finish(reply)
     return stream.body
-
-
-def counted(tokens: int) -> dict[str, Any]:
-    """The answer of the COUNT routes."""
-    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 # ---- answers that are kept ----
