@@ -18,8 +18,8 @@ from minirllm.tools import install
 from minirllm.tools.harness import written
 from minirllm.types import Episode, Task
 
-AWAY = re.compile(  # what pip and npm say when there is no registry, rather than no such package
-    r"from versions: none|No matching distribution|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|"
+AWAY = re.compile(  # no registry, as pip and npm tell it, rather than no such package; or this machine lacks a program
+    r"^\S+ needs |from versions: none|No matching distribution|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|"
     r"network|timed out|[Cc]onnection",
 )
 
@@ -32,7 +32,7 @@ def installed(name: str) -> Harness:
     except UserError as error:
         if not AWAY.search(str(error)):
             raise
-        pytest.skip(f"{name} IS NOT TESTED: no registry to install it from ({error})")
+        pytest.skip(f"{name} IS NOT TESTED, as it cannot be installed here: {error}")
     return one
 
 

@@ -114,15 +114,15 @@ async def test_one_port_leads_out_where_that_is_asked_for(docker_image: str) -> 
 
 async def test_a_dockerfile_is_built_once(docker_image: str, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
-        f"FROM {docker_image}\nCOPY given /opt/\nRUN date +%N > /opt/when\nENV OWN=1\nWORKDIR /home"
+        f"FROM {docker_image}\nCOPY given /opt/\nRUN date +%N > /opt/when\nENV OWN=1\nWORKDIR /home\nUSER agent"
     )
     (tmp_path / "given").write_text("given\n")
     seen = []
     for _ in range(2):
         async with create("docker", Spec(build=tmp_path)) as box:
-            seen.append((await box.run("pwd; echo $OWN; cat /opt/given /opt/when", timeout=10)).stdout)
+            seen.append((await box.run("pwd; id -u; echo $OWN; cat /opt/given /opt/when", timeout=10)).stdout)
     assert seen[0] == seen[1]
-    assert seen[0].startswith("/home\n1\ngiven\n")
+    assert seen[0].startswith("/home\n1000\n1\ngiven\n")
     (tmp_path / "Dockerfile").write_text(f"FROM {docker_image}\nRUN echo said; exit 7")
     with pytest.raises(SandboxError, match=r"cannot be built: .* returned a non-zero code: 7"):
         async with create("docker", Spec(build=tmp_path)):
