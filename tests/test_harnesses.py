@@ -1,6 +1,7 @@
 """The real programs, installed and run against the endpoint: each makes a file, and every call it made is captured.
 
-Skipped, and said so, only where one cannot be installed: no package registry, no npm. `make test-harnesses` goes over all the others.
+Skipped, and said so, only where one cannot be installed: no package registry, no npm. `make test-harnesses`
+goes over all the others.
 """
 
 from __future__ import annotations
