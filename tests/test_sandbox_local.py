@@ -14,6 +14,7 @@ import pytest
 
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import MIB, Limits, Result, Sandbox, Spec, create
+from minirllm.sandboxes.cgroup import Cgroup
 from minirllm.sandboxes.local import UID
 from tests.endpoint import until
 
@@ -309,6 +310,26 @@ asyncio.run(main())"""
     assert not os.path.ismount(folder)
     assert not folder.exists()
     assert _owned() == []
+
+
+def test_limits_in_the_one_tree_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and values as in the kernel's cgroup-v2.rst; the folder is no control group, so nothing is limited."""
+    monkeypatch.setattr("minirllm.sandboxes.cgroup.MOUNT", tmp_path)
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
+    group = Cgroup("one")
+    group.make(memory=1000, processes=7, cpus=0.5)
+    files = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {
+        "cgroup.controllers": "cpu memory pids",
+        "cgroup.subtree_control": "+memory +pids +cpu",
+        "minirllm/cgroup.subtree_control": "+memory +pids +cpu",
+        "minirllm/one/memory.max": "1000",
+        "minirllm/one/cpu.max": "50000 100000",
+        "minirllm/one/pids.max": "7",
+    }
+    assert group.enter(group.command())[-1] == str(tmp_path / "minirllm" / "one" / "command-1")
+    (tmp_path / "minirllm" / "one" / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\n")
+    assert group.oom_kills() == 2
 
 
 def test_who_may_open_no_port_is_told_what_it_takes() -> None:
