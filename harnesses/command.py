@@ -13,7 +13,8 @@ import shlex
 from pathlib import Path
 
 from minirllm.errors import ConfigError
-from minirllm.harness import SHELL, Context, Ended, Harness, Launch
+from minirllm.harness import SHELL, Context, Harness, Launch
+from minirllm.sandboxes import Result
 
 DEMO = f"""\
 import json, os, subprocess, urllib.request
@@ -51,8 +52,8 @@ def configured(text: str) -> Harness:
     )  # fmt: skip
 
 
-def printed(ended: Ended) -> str:
-    return ended.stdout.strip()
+def printed(done: Result) -> str:
+    return done.stdout.strip()
 
 
 HARNESS = configured(shlex.join(["python3", "-c", DEMO]))

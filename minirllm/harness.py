@@ -30,14 +30,14 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
-from minirllm.sandboxes import WORK, Sandbox, Spec, create, program
+from minirllm.sandboxes import WORK, Result, Sandbox, Spec, create, program
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
 
 SHELL = "echo made > made.txt"  # what the script of a harness has its program do, see `Harness.script`
 PROOF = ("made.txt", "made\n")  # the file that is then there
 TAIL = 16_384  # bytes kept of each output
-EARLY = 1.0  # seconds before the episode's deadline at which its program is ended, so that what it printed is kept
+EARLY = 1.0  # seconds before the episode's deadline at which its program is ended, so that what it left is kept
 MARKER = "installed.json"
 
 
@@ -104,19 +104,6 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended: its exit code as a shell tells it (128 + signal), the tails of what it printed."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    def artifacts(self) -> dict[str, Any]:
-        """What of it is kept with the episode."""
-        return {"exit_code": self.code, "stdout": self.stdout, "stderr": self.stderr}
-
-
-@dataclass(frozen=True)
 class Harness:
     """One agent program."""
 
@@ -132,7 +119,7 @@ class Harness:
     requires: tuple[str, ...] = ()  # programs on PATH ("tmux"), "python>=3.12", "node>=22"
     prompt: str = ""  # how long its prompts are
     auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is the program's own
-    answer: Callable[[Ended], str] | None = None  # what an evaluator reads as the answer, if not the model's last words
+    answer: Callable[[Result], str] | None = None  # what is read as the answer, if not the model's last words
 
     @property
     def folder(self) -> Path:
@@ -194,10 +181,15 @@ def agent(task: TaskModule, config: Config) -> AgentFlow:
     return task.agent()
 
 
-def flow(harness: Harness, full: bool = False, sandbox: str = "") -> AgentFlow:
-    """An agent that runs the program. Raises UserError when it is not installed."""
+def check_installed(harness: Harness) -> None:
+    """Raises UserError when it is not."""
     if not harness.installed:
         raise UserError(f"Harness {harness.name} is not installed: run `minirllm harness install {harness.name}`.")
+
+
+def flow(harness: Harness, full: bool = False, sandbox: str = "") -> AgentFlow:
+    """An agent that runs the program. Raises UserError when it is not installed."""
+    check_installed(harness)
 
     async def run(task: Task, config: AgentConfig) -> Episode:
         return await episode(harness, task, config, full=full, sandbox=sandbox)
@@ -210,29 +202,29 @@ def flow(harness: Harness, full: bool = False, sandbox: str = "") -> AgentFlow:
 async def episode(
     harness: Harness, task: Task, config: AgentConfig, *, full: bool = False, sandbox: str = ""
 ) -> Episode:
-    """One run of the program, which ended or was ended (TIMEOUT). Raises UserError when it could not be a run."""
+    """One run of the program, which ended or had to be ended (TIMEOUT). Raises UserError when it could not be a run."""
     deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
-    boxed = replace(
+    context = replace(
         context_of(harness, text_of(task), config, full),
         seconds=deadline.remaining(),
         files=tuple(task.metadata.get("files", {})),
     )
     if sandbox:
-        return await _inside(harness, task, boxed, sandbox, deadline)
+        return await _inside(harness, task, context, sandbox, deadline)
     split = "eval" if config.is_validation else "train"
     place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
         context = replace(
-            boxed, work=place.work, home=place.home, tmp=place.home.with_name("tmp"), python=sys.executable
+            context, work=place.work, home=place.home, tmp=place.home.with_name("tmp"), python=sys.executable
         )
         launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
         env = environment(context, launch)
-        ended = await _run(launch.argv, env, context.work, deadline)
+        done = await _run(launch.argv, env, context.work, deadline)
         files, left_out = await asyncio.to_thread(read_files, place.work)
     finally:
         await asyncio.to_thread(place.close)
-    return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+    return _told(harness, done, {"files": files, "files_left_out": left_out}, deadline)
 
 
 def context_of(harness: Harness, instruction: str, config: AgentConfig, full: bool) -> Context:
@@ -255,51 +247,60 @@ def context_of(harness: Harness, instruction: str, config: AgentConfig, full: bo
 
 async def _inside(harness: Harness, task: Task, context: Context, kind: str, deadline: Deadline) -> Episode:
     """The same in a sandbox, from which the session's endpoint can be reached, and nothing else."""
-    spec, _ = await asyncio.to_thread(needs, harness, context)
-    async with create(kind, spec) as box:
+    start = await asyncio.to_thread(inside, harness, context)
+    async with create(kind, start.spec) as box:
         await program.lay(box, task.metadata.get("files", {}), {})
-        ended = await inside(harness, context, box, deadline)
+        done = await start.run(box, deadline.remaining())
         files, left_out = await program.gather(box)
-    return _told(harness, ended, {"files": files, "files_left_out": left_out}, deadline)
+    return _told(harness, done, {"files": files, "files_left_out": left_out}, deadline)
 
 
-def needs(harness: Harness, context: Context) -> tuple[Spec, str]:
-    """A sandbox in which the program sees itself and its endpoint, and PATH there. Reads files."""
-    launch = harness.launch(context)
-    return program.spec([launch.argv[0], *harness.requires], context.folder, bins(context.folder), context.url)
+@dataclass(frozen=True)
+class Inside:
+    """The start of a program in a sandbox: `spec` is one in which it sees itself and its endpoint."""
+
+    launch: Launch
+    spec: Spec
+    env: Mapping[str, str]
+    cwd: str
+
+    async def run(self, box: Sandbox, seconds: float) -> Result:
+        """Run it, for `seconds` at most; of what it prints the tails are kept."""
+        await program.lay(box, {}, self.launch.files)
+        return await box.execute(self.launch.argv, timeout=seconds, env=self.env, cwd=self.cwd, output=TAIL, tail=True)
 
 
-async def inside(harness: Harness, context: Context, box: Sandbox, deadline: Deadline) -> Ended | None:
-    """Run the program in a sandbox that has what it `needs`, in ``context.work``. None: the deadline ended it."""
-    launch = await asyncio.to_thread(harness.launch, context)
-    _, path = await asyncio.to_thread(needs, harness, context)
+def inside(harness: Harness, context: Context) -> Inside:
+    """How the program is started in a sandbox, in ``context.work``. Reads files."""
+    launch, places = harness.launch(context), bins(context.folder)
+    spec, path = program.spec([launch.argv[0], *harness.requires], context.folder, places, context.url)
     env = {**environment(context, launch), "PATH": path, **launch.env}
-    await program.lay(box, {}, launch.files)
-    left, cwd = deadline.remaining(), str(context.work)
-    done = await box.execute(launch.argv, timeout=left, env=env, cwd=cwd, output=TAIL, tail=True)
-    return None if done.timed_out else Ended(done.exit_code, done.stdout, done.stderr)
+    return Inside(launch, spec, env, str(context.work))
 
 
-def _told(harness: Harness, ended: Ended | None, artifacts: dict[str, Any], deadline: Deadline) -> Episode:
-    """The episode that a program which ended so, or had to be ended (None), makes."""
-    artifacts["ended"] = f"{harness.name} {ending(ended)}"
+def _told(harness: Harness, done: Result, artifacts: dict[str, Any], deadline: Deadline) -> Episode:
+    """The episode that a program which ended so, or had to be ended, makes."""
+    how = ending(done, deadline.seconds + EARLY)
+    artifacts |= kept(done) | {"ended": f"{harness.name} {how}"}
     result = Episode(trajectories=[Trajectory()], artifacts=artifacts)
-    if ended is None:
-        result.termination_reason = TerminationReason.TIMEOUT
-        result.reason = f"agent did not end within {deadline.seconds + EARLY:.3g} s"
-        return result
-    artifacts |= ended.artifacts()
-    if harness.answer is not None:
-        artifacts["answer"] = harness.answer(ended)
+    if done.timed_out:
+        result.termination_reason, result.reason = TerminationReason.TIMEOUT, f"agent {how}"
+    elif harness.answer is not None:
+        artifacts["answer"] = harness.answer(done)
     return result
 
 
-def ending(ended: Ended | None) -> str:
-    """How a program ended, in words; None: at the deadline."""
-    if ended is None:
-        return "did not end in time"
-    last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2][:300]
-    return f"ended with exit code {ended.code}" + (f", saying {last!r}" if last else "")
+def kept(done: Result) -> dict[str, Any]:
+    """What of a program's end is kept with the episode."""
+    return {"exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr}
+
+
+def ending(done: Result, seconds: float) -> str:
+    """How a program ended that had so many seconds, in words."""
+    if done.timed_out:
+        return f"did not end within {seconds:.3g} s"
+    last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2][:300]
+    return f"ended with exit code {done.exit_code}" + (f", saying {last!r}" if last else "")
 
 
 def text_of(task: Task) -> str:
@@ -325,8 +326,8 @@ def environment(context: Context, launch: Launch) -> dict[str, str]:
     }
 
 
-async def _run(argv: tuple[str, ...], env: Mapping[str, str], work: Path, deadline: Deadline) -> Ended | None:
-    """Run a command to its end; None: it was ended at the deadline. Cancelled, it ends the command, too."""
+async def _run(argv: tuple[str, ...], env: Mapping[str, str], work: Path, deadline: Deadline) -> Result:
+    """Run a command to its end, or to the deadline. Cancelled, it ends the command, too."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=work, start_new_session=True,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -335,22 +336,22 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str], work: Path, deadli
     assert process.stdout is not None, "it was started with pipes"
     assert process.stderr is not None, "it was started with pipes"
     tails = [asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)]
-    in_time = True
+    timed_out = False
     try:
         await asyncio.wait_for(process.wait(), deadline.remaining())
     except TimeoutError:
-        in_time = False
+        timed_out = True
     finally:
         process.stdin.close()  # ends what still runs
         await process.wait()
         await asyncio.wait(tails, timeout=EARLY)
-    stdout, stderr = ("" if tail.cancel() else tail.result() for tail in tails)
+    stdout, stderr = (b"" if tail.cancel() else tail.result() for tail in tails)
     code = process.returncode or 0
-    return Ended(code if code >= 0 else 128 - code, stdout, stderr) if in_time else None
+    return Result(stdout, stderr, code if code >= 0 else 128 - code, timed_out)
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
+async def _tail(stream: asyncio.StreamReader) -> bytes:
     kept = b""
     while piece := await stream.read(TAIL):
         kept = (kept + piece)[-TAIL:]
-    return kept.decode(errors="replace")
+    return kept

@@ -52,5 +52,6 @@ def check_ended(episode: Episode, seconds: str) -> None:
     """After one call and `SLEEPING` for so long, beyond the deadline."""
     assert (episode.termination_reason, episode.reward) == (TerminationReason.TIMEOUT, None)
     assert episode.reason.startswith("agent did not end within ")
+    assert (episode.artifacts["stdout"], episode.artifacts["stderr"]) == ("hello\n", "last words\n")
     assert len(episode.trajectories[0].steps) == 1
     assert alive(seconds) == []

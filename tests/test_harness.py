@@ -22,6 +22,7 @@ from minirllm.rollouts import Job, Runner
 from minirllm.server import Server, build_app
 from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task, TerminationReason
+from tests import shells
 from tests.endpoint import until
 from tests.fake_engine import RENDERER, FakeEngine
 from tests.test_reaper import alive
@@ -168,23 +169,13 @@ async def test_a_program_gets_its_own_folders_and_nothing_of_our_environment(mon
 
 
 async def test_the_tasks_files_are_there_and_those_it_leaves_are_kept() -> None:
-    script = "cat a/b.txt; rm a/b.txt; echo new > c.txt; printf '\\xff' > bad; head -c 70000 /dev/zero > big; "
-    script += "ln -s /etc/passwd l; mkfifo f; mkdir -p d/e; echo deep > d/e/x; ./run.sh; "
-    script += "mkdir shut; touch shut/in; chmod 0 shut"
-    files = {"a/b.txt": "given\n", "run.sh": "#!/bin/sh\necho ran\n"}
-    episode = await run(scripted(script + "\n" + CALL), Task("t", "do it", {"files": files}))
+    episode = await run(scripted(shells.LEAVING + CALL), shells.with_files())
     assert episode.artifacts["stdout"] == "given\nran\nhello\n"
-    left = {"c.txt": "new\n", "d/e/x": "deep\n", "run.sh": files["run.sh"]}
-    assert {name: text for name, text in episode.artifacts["files"].items() if name != "shut/in"} == left
-    assert episode.artifacts["files_left_out"] == ["bad", "big", "f", "l"]
+    shells.check_left(episode)
 
 
 async def test_files_in_its_home() -> None:
-    def launch(context: Context) -> Launch:
-        words = ("bash", "-c", "cat $HOME/.own/config;" + CALL)
-        return Launch(words, context.variables, {".own/config": "set\n"})
-
-    episode = await run(scripted("", launch=launch))
+    episode = await run(scripted("", launch=shells.reading_its_home(CALL)))
     assert episode.artifacts["stdout"] == "set\nhello\n"
 
 
@@ -202,12 +193,7 @@ async def test_the_window_and_the_deadline_are_told() -> None:
 
 
 async def test_what_it_printed_is_kept_to_its_tail() -> None:
-    episode = await run(scripted(CALL + "seq 100000; seq 200000 >&2; exit 9"))
-    assert episode.artifacts["exit_code"] == 9
-    assert episode.artifacts["stdout"].endswith("99999\n100000\n")
-    assert len(episode.artifacts["stdout"]) == len(episode.artifacts["stderr"]) == harness.TAIL
-    assert episode.artifacts["ended"] == "own ended with exit code 9, saying '200000'"
-    assert episode.reward == 1.0  # exit codes say nothing about the task
+    shells.check_printed(await run(scripted(CALL + shells.PRINTING)))
 
 
 async def test_a_program_that_never_called_says_how_it_ended() -> None:
@@ -222,12 +208,7 @@ async def test_the_answer_may_be_what_it_printed() -> None:
 
 
 async def test_at_the_deadline_all_of_it_is_ended(temporary: Path) -> None:
-    script = CALL + "setsid sleep 93001 & sleep 93001 & echo last words >&2; wait; sleep 93001"
-    episode = await run(scripted(script), episode_timeout=6.0)
-    assert (episode.termination_reason, episode.reward) == (TerminationReason.TIMEOUT, None)
-    assert episode.reason.startswith("agent did not end within ")
-    assert len(episode.trajectories[0].steps) == 1
-    assert alive("93001") == []
+    shells.check_ended(await run(scripted(CALL + shells.SLEEPING.format("93001")), episode_timeout=6.0), "93001")
     assert list(temporary.glob("*/*")) == []
 
 

@@ -73,8 +73,8 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
     if not config.harness:
         raise TaskError("A Harbor task has no agent of its own: choose one, as in --harness oracle or --harness bash.")
     one = None if config.harness in BUILTIN else harness.find(config.harness)
-    if one is not None and not one.installed:
-        raise TaskError(f"Harness {one.name} is not installed: run `minirllm harness install {one.name}`.")
+    if one is not None:
+        harness.check_installed(one)
     agent = BUILTIN[config.harness] if one is None else program(one, config.harness_full)
     for task in tasks:
         trial.check(task, config.sandbox)
@@ -88,7 +88,7 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
         found, needs = by_name[task.id], trial.NOTHING
         if one is not None:
             context = harness.context_of(one, "", model, config.harness_full)
-            needs, _ = await asyncio.to_thread(harness.needs, one, context)
+            needs = (await asyncio.to_thread(harness.inside, one, context)).spec
         return await trial.run(found, agent, config.sandbox, model, needs)
 
     made = AgentFlow(run, config.harness if one is None else one.name, one.auxiliary if one else None)

@@ -44,15 +44,14 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Outcome:
     """How an agent's work ended; `artifacts` are kept with the episode."""
 
     how: str
-    timed_out: bool = False
     artifacts: Mapping[str, Any] = field(default_factory=dict)
 
 
-Agent = Callable[[Order], Awaitable[Ended]]
+Agent = Callable[[Order], Awaitable[Outcome]]
 
 
 def check(task: HarborTask, kind: str) -> None:
@@ -135,11 +134,10 @@ class _Trial:
         left = self.deadline.remaining()
         kept_back = min(step.verifier_seconds, left / 2)  # so that the agent's work can be graded
         seconds = min(step.agent_seconds or left, left - kept_back)
-        ended = await self.agent(Order(self.task, step, self.box, self.cwd, seconds, self.model))
+        outcome = await self.agent(Order(self.task, step, self.box, self.cwd, seconds, self.model))
         prefix = f"{step.name}: " if step.name else ""
-        how = f"{prefix}{ended.how}" + (f"; its time of {seconds:.3g} s was over" if ended.timed_out else "")
-        self.artifacts["ended"] = "; ".join(filter(None, (self.artifacts.get("ended"), how)))
-        self.artifacts |= {f"{prefix}{name}": value for name, value in ended.artifacts.items()}
+        self.artifacts["ended"] = "; ".join(filter(None, (self.artifacts.get("ended"), f"{prefix}{outcome.how}")))
+        self.artifacts |= {f"{prefix}{name}": value for name, value in outcome.artifacts.items()}
         files = self.artifacts.setdefault("files", {})
         for artifact in (Artifact("/logs/artifacts"), *step.artifacts):
             files |= {f"{prefix}{path}": text for path, text in (await self._kept(artifact)).items()}
