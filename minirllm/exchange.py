@@ -13,8 +13,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from minirllm.dialects import AnswerStream, Dialect
+from minirllm.dialects import Dialect
 from minirllm.dialects.fields import finite, no_constant
+from minirllm.dialects.openai import AnswerStream
 from minirllm.errors import RequestError, SessionClosed, Stalled, TooLarge
 from minirllm.recorded import AnySession
 from minirllm.types import Delta, ModelReply, ModelRequest

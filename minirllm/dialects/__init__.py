@@ -5,36 +5,14 @@ Owns: the protocol. Dialects know no torch, no HTTP library, no session; the ser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from minirllm.dialects import chat, completions, gemini, messages, responses
 from minirllm.dialects.kept import Kept
-from minirllm.dialects.openai import Counted, TokenText
+from minirllm.dialects.openai import AnswerStream, Counted, TokenText
 from minirllm.errors import RequestError
-from minirllm.types import Delta, ModelReply, ModelRequest
-
-
-class AnswerStream(Protocol):
-    """One streamed answer. Every method returns whole server-sent events, ready to be sent."""
-
-    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
-        """The prompt was accepted; called before `start` whenever it is known by then."""
-
-    def start(self) -> list[str]:
-        """The first events, sent once, before anything else."""
-
-    def keep_alive(self) -> list[str]:
-        """A real event that carries nothing, while nothing is to be said."""
-
-    def delta(self, delta: Delta) -> list[str]:
-        """A piece of the answer."""
-
-    def finish(self, reply: ModelReply) -> list[str]:
-        """Everything that remains, and the end."""
-
-    def fail(self, problem: RequestError) -> list[str]:
-        """An error after `start`; nothing follows."""
+from minirllm.types import ModelReply, ModelRequest
 
 
 class Dialect(Protocol):

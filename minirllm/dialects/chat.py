@@ -191,12 +191,11 @@ class Stream(openai.Stream):
     """A streamed chat answer."""
 
     object = "chat.completion.chunk"
-    id_prefix = "chatcmpl-"
 
     def first(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, delta: Delta, already: openai.Sent) -> dict[str, Any]:
+    def piece(self, delta: Delta) -> dict[str, Any]:
         content: dict[str, Any] = {}
         if delta.text:
             content["content"] = delta.text

@@ -94,16 +94,15 @@ class Stream(openai.Stream):
     """A streamed completion."""
 
     object = "text_completion"
-    id_prefix = "cmpl-"
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
         super().__init__(request, token_text, model)
         self.offsets = [0] * request.n  # characters of the tokens streamed so far, per choice
 
     def first(self, index: int) -> dict[str, Any]:
-        return self.piece(Delta(index), self.sent[index])
+        return self.piece(Delta(index))
 
-    def piece(self, delta: Delta, already: openai.Sent) -> dict[str, Any]:
+    def piece(self, delta: Delta) -> dict[str, Any]:
         entry: dict[str, Any] = {"index": delta.index, "text": delta.text, "logprobs": None, "finish_reason": None}
         if delta.tokens:
             entry["logprobs"] = _logprobs(delta.tokens, self.request, self.token_text, self.offsets[delta.index])

@@ -6,7 +6,6 @@ Owns: the fields of an answer. Does not know: how a request is read, HTTP, sessi
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,40 +107,25 @@ def _told(reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
     return {"usageMetadata": usage, **openai.extras(reply, request)}
 
 
-class Stream:
+class Stream(openai.AnswerStream):
     """One streamed answer, in chunks of the form of a whole one; the last of a candidate says why it ended.
 
     A tool call is sent when the answer is complete: only then is it sure to be a call.
     """
-
-    def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
-        self.request, self.token_text, self.model = request, token_text, model
-        self.reply_id = uuid.uuid4().hex
-        self.sent = [openai.Sent() for _ in range(request.n)]
-
-    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
-        """The prompt was accepted: the id of the answer is known."""
-        self.reply_id = reply_id
 
     def start(self) -> list[str]:
         """An empty chunk, so that the client knows that there will be an answer."""
         return self.keep_alive()
 
     def keep_alive(self) -> list[str]:
-        """A chunk that carries nothing: clients' idle timers count events, not comments."""
         return [self._chunk([_candidate(0, [])])]
 
-    def delta(self, delta: Delta) -> list[str]:
-        """The chunk for one piece; none when it holds nothing to be sent yet."""
-        sent = self.sent[delta.index]
-        sent.text += len(delta.text)
-        sent.reasoning += len(delta.reasoning)
+    def events(self, delta: Delta) -> list[str]:
         parts = _texts(delta.reasoning, delta.text, self.request)
         return [self._chunk([_candidate(delta.index, parts)])] if parts else []
 
     def finish(self, reply: ModelReply) -> list[str]:
-        """What was not streamed yet (all of it, for an answer given again), tool calls, why it ended, usage."""
-        self.reply_id = reply.id
+        self.accepted(reply.id, reply.prompt_ids)
         frames = []
         for choice in reply.choices:
             rest = self.sent[choice.index].rest(choice)

@@ -6,7 +6,6 @@ Owns: the fields of an answer. Does not know: how a request is read, HTTP, sessi
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from minirllm.dialects import openai
@@ -114,7 +113,7 @@ def frame(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\n{openai.frame(event)}"
 
 
-class Stream:
+class Stream(openai.AnswerStream):
     """One streamed answer: thinking, text and tool calls as content blocks, one after another.
 
     A tool call is sent when the answer is complete: only then is it sure to be a call.
@@ -122,15 +121,9 @@ class Stream:
     """
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
-        self.request, self.token_text, self.model = request, token_text, model
-        self.reply_id, self.prompt_ids = uuid.uuid4().hex, tuple[int, ...]()
-        self.sent = openai.Sent()
+        super().__init__(request, token_text, model)
         self.index = 0  # of the block that is open, or of the next one
         self.open = ""  # its kind; "" between blocks
-
-    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
-        """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
-        self.reply_id, self.prompt_ids = reply_id, tuple(prompt_ids)
 
     def start(self) -> list[str]:
         """The message, empty, and a first ping."""
@@ -145,19 +138,14 @@ class Stream:
         return [frame({"type": "message_start", "message": message}), *self.keep_alive()]
 
     def keep_alive(self) -> list[str]:
-        """An event that carries nothing: clients' idle timers count events, not comments."""
         return [frame({"type": "ping"})]
 
-    def delta(self, delta: Delta) -> list[str]:
-        """The events for one piece; none when it holds nothing to be sent yet."""
-        self.sent.text += len(delta.text)
-        self.sent.reasoning += len(delta.reasoning)
+    def events(self, delta: Delta) -> list[str]:
         return self._piece("thinking", delta.reasoning) + self._piece("text", delta.text)
 
     def finish(self, reply: ModelReply) -> list[str]:
-        """What was not streamed yet (all of it, for an answer given again), tool calls, why it ended, usage."""
         (choice,) = reply.choices
-        rest = self.sent.rest(choice)
+        rest = self.sent[0].rest(choice)
         frames = self._piece("thinking", rest.reasoning) + self._piece("text", rest.text) + self._close()
         for call in choice.message.tool_calls:
             frames += self._begin(_tool_use(call))
@@ -170,7 +158,6 @@ class Stream:
         ]
 
     def fail(self, problem: RequestError) -> list[str]:
-        """The event for an error after the answer has begun."""
         return [frame(error(problem))]
 
     def _piece(self, kind: str, text: str) -> list[str]:

@@ -94,62 +94,87 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-class Stream(ABC):
-    """One streamed answer as server-sent events. The subclass says what a chunk of its dialect looks like."""
-
-    object = ""
-    id_prefix = ""
+class AnswerStream(ABC):
+    """One streamed answer of any dialect. Every method returns whole server-sent events, ready to be sent."""
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
-        self.request, self.token_text = request, token_text
-        # the id is replaced by the reply's own when the first delta brings it, which is before anything is sent
-        self.header = {"id": f"{self.id_prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.prompt_ids: Sequence[int] | None = None  # known and not yet sent
-        self.prompt_known = False
+        self.request, self.token_text, self.model = request, token_text, model
+        self.reply_id = uuid.uuid4().hex  # until the reply's own is known, which is before anything is sent
+        self.prompt_ids: Sequence[int] = ()
         self.sent = [Sent() for _ in range(request.n)]
+
+    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
+        """The prompt was accepted; called before `start` whenever it is known by then."""
+        self.reply_id, self.prompt_ids = reply_id, tuple(prompt_ids)
+
+    @abstractmethod
+    def start(self) -> list[str]:
+        """The first events, sent once, before anything else."""
+
+    @abstractmethod
+    def keep_alive(self) -> list[str]:
+        """A real event that carries nothing: clients' idle timers count events, not comments."""
+
+    def delta(self, delta: Delta) -> list[str]:
+        """A piece of the answer; no events when it holds nothing to be sent yet."""
+        self.sent[delta.index].add(delta)
+        return self.events(delta)
+
+    @abstractmethod
+    def events(self, delta: Delta) -> list[str]:
+        """What says this piece."""
+
+    @abstractmethod
+    def finish(self, reply: ModelReply) -> list[str]:
+        """What was not streamed yet (all of it, for an answer given again), and the end."""
+
+    @abstractmethod
+    def fail(self, problem: RequestError) -> list[str]:
+        """An error after `start`; nothing follows."""
+
+
+class Stream(AnswerStream):
+    """One streamed answer of OpenAI's older dialects. The subclass says what a chunk of its dialect looks like."""
+
+    object = ""
+
+    def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
+        super().__init__(request, token_text, model)
+        self.created = int(time.time())
+        self.prompt_sent = False
 
     @abstractmethod
     def first(self, index: int) -> dict[str, Any]:
         """The entry of `choices` that opens choice `index`, before anything is sampled."""
 
     @abstractmethod
-    def piece(self, delta: Delta, already: Sent) -> dict[str, Any]:
-        """The entry of `choices` for one piece, which may be empty; `already`: what was sent before it."""
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        """The entry of `choices` for one piece, which may be empty."""
 
     @abstractmethod
     def place_prompt(self, event: dict[str, Any], ids: list[int]) -> None:
         """Put the prompt's token ids where the dialect has them."""
 
-    def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
-        """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
-        if not self.prompt_known:
-            self.header["id"] = reply_id
-            self.prompt_known, self.prompt_ids = True, prompt_ids
-
     def start(self) -> list[str]:
-        """The first events."""
         return [self._chunk([self.first(index)]) for index in range(self.request.n)]
 
     def keep_alive(self) -> list[str]:
-        """An event that carries nothing: clients' idle timers count events, not comments."""
-        return [self._chunk([self.piece(Delta(0), self.sent[0])])]
+        return [self._chunk([self.piece(Delta(0))])]
 
-    def delta(self, delta: Delta) -> list[str]:
-        """The event for one piece; none when it holds nothing this client asked for."""
+    def events(self, delta: Delta) -> list[str]:
+        """One event; none when it holds nothing this client asked for."""
         tokens_wanted = self.request.logprobs or self.request.return_token_ids
         if not (delta.text or delta.reasoning or delta.calls or (delta.tokens and tokens_wanted)):
             return []
-        entry = self.piece(delta, self.sent[delta.index])
-        self.sent[delta.index].add(delta)
-        return [self._chunk([entry])]
+        return [self._chunk([self.piece(delta)])]
 
     def finish(self, reply: ModelReply) -> list[str]:
-        """What was not streamed yet (all of it, for an answer given again), finish reasons, extras, usage, the end."""
+        """Finish reasons, extras and usage come last."""
         self.accepted(reply.id, reply.prompt_ids)
         frames = []
         for choice in reply.choices:
             frames += self.delta(self.sent[choice.index].rest(choice))
-            last = self.piece(Delta(choice.index), self.sent[choice.index])
+            last = self.piece(Delta(choice.index))
             last["finish_reason"] = choice.finish_reason
             if choice.message.malformed:
                 last["malformed_tool_call"] = True
@@ -159,16 +184,16 @@ class Stream(ABC):
         return [*frames, DONE]
 
     def fail(self, problem: RequestError) -> list[str]:
-        """The event for an error after the answer has begun."""
         return [frame(error(problem))]
 
     def _chunk(self, choices: list[dict[str, Any]], **extra: Any) -> str:
-        event = {**self.header, "object": self.object, "choices": choices}
+        header = {"id": self.reply_id, "created": self.created, "model": self.model}
+        event = {**header, "object": self.object, "choices": choices}
         if self.request.include_usage:
             event["usage"] = None
-        if self.request.return_token_ids and self.prompt_ids is not None:
+        if self.request.return_token_ids and self.prompt_ids and not self.prompt_sent:
             self.place_prompt(event, list(self.prompt_ids))
-            self.prompt_ids = None
+            self.prompt_sent = True
         return frame({**event, **extra})
 
 

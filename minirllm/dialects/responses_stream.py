@@ -32,7 +32,7 @@ class _Open:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Stream:
+class Stream(openai.AnswerStream):
     """One streamed answer. Of `request.notes` it takes `echo` (fields sent back), `tools` and `kept` (None: do not).
 
     A tool call is told when the answer is complete: only then is it sure to be a call, and an item that was begun
@@ -40,7 +40,7 @@ class Stream:
     """
 
     def __init__(self, request: ModelRequest, token_text: TokenText, model: str):
-        self.request, self.token_text = request, token_text
+        super().__init__(request, token_text, model)
         self.tools: items.Tools = request.notes["tools"]
         self.body: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",  # until the reply's own is known, which is before anything is sent
@@ -57,18 +57,15 @@ class Stream:
         self._begun = False
         self._number = 0  # of the next event
         self._open: _Open | None = None
-        self._sent = openai.Sent()
         self._tokens: list[SampledToken] = []  # sampled since the last text was sent
 
     def accepted(self, reply_id: str, prompt_ids: Sequence[int]) -> None:
-        """The prompt was accepted: the id of the answer and the prompt's tokens are known."""
         if not self._begun:  # else the client knows it by another id, and it stays known by that
             self.body["id"] = f"resp_{reply_id.rpartition('-')[2]}"
         if self.request.return_token_ids:
             self.body["prompt_token_ids"] = list(prompt_ids)
 
     def start(self) -> list[str]:
-        """The first events."""
         self._begun = True
         return [self._event(f"response.{what}", response=self.body) for what in ("created", "in_progress")]
 
@@ -79,9 +76,7 @@ class Stream:
         empty = {"output": [], "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
         return [self._event("response.in_progress", response=told | empty)]
 
-    def delta(self, delta: Delta) -> list[str]:
-        """The events for one piece; none when it holds nothing to be sent yet."""
-        self._sent.add(delta)
+    def events(self, delta: Delta) -> list[str]:
         self._tokens += delta.tokens
         frames = []
         if delta.reasoning:
@@ -91,11 +86,10 @@ class Stream:
         return frames
 
     def finish(self, reply: ModelReply) -> list[str]:
-        """What was not streamed yet (all of it, for an answer given again), tool calls, usage, the end."""
         choice = reply.choices[0]
         cut = choice.finish_reason == "length"
         self.accepted(reply.id, reply.prompt_ids)
-        frames = self.delta(self._sent.rest(choice))
+        frames = self.delta(self.sent[0].rest(choice))
         nothing = not (self.body["output"] or choice.message.tool_calls or (cut and self._open))
         if nothing or (self._open is not None and self._open.kind == "text"):
             frames += self._text("")  # clients look for a message; the last tokens' logprobs
