@@ -72,24 +72,15 @@ def _message(value: Any, at: str) -> Message:
         raise RequestError(
             f"{at}.tool_calls: only assistant messages have them, this is a {role} message.", f"{at}.tool_calls"
         )
+    content = read.lines(fields, "content", "a string or a list of content parts", _part)
     return Message(
         role=_ROLES[role],
-        content=_content(fields) or (fields.text("refusal") if role == "assistant" else ""),
+        content=content or (fields.text("refusal") if role == "assistant" else ""),
         tool_calls=tuple(calls),
         tool_call_id=(fields.text("tool_call_id") or None) if role == "tool" else None,
         name=fields.text("name") or None,
         reasoning=(fields.text("reasoning_content") or fields.text("reasoning")) if role == "assistant" else "",
     )
-
-
-def _content(fields: Fields) -> str:
-    """Text of a string, of a list of parts (one line each), of null, of nothing."""
-    content = fields.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise fields.wrong("content", "a string or a list of content parts")
-    return "\n".join(_part(part, f"{fields.path('content')}[{i}]") for i, part in enumerate(content))
 
 
 def _part(part: Any, at: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from minirllm.errors import RequestError
@@ -128,6 +128,17 @@ def name(fields: Fields) -> str:
     if not given:
         raise fields.wrong("name", "a non-empty string")
     return given
+
+
+def lines(fields: Fields, name: str, expected: str, part: Callable[[Any, str], str]) -> str:
+    """Text of a string, of a list of parts (one line each), of null, of nothing. `part` reads one, and hears where it
+    stands."""
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise fields.wrong(name, expected)
+    return "\n".join(part(item, f"{fields.path(name)}[{i}]") for i, item in enumerate(value))
 
 
 def function_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:

@@ -31,11 +31,10 @@ class Kept:
         while self._size > self._most and len(self._bodies) > 1:
             self.forget(next(iter(self._bodies)))
 
-    def forget(self, id: str) -> bool:
-        """Was it known?"""
+    def forget(self, id: str) -> None:
+        """One that is not known is forgotten already."""
         _, text = self._bodies.pop(id, ("", ""))
         self._size -= len(text)
-        return bool(text)
 
     def body(self, id: str) -> dict[str, Any] | None:
         """The answer as it was given; None for one that is not known, or not any more."""

@@ -88,7 +88,7 @@ def _messages(fields: Fields) -> list[Message]:
     values = fields.list("messages", read.MAX_MESSAGES)
     if not values:
         raise RequestError("messages must be a list with at least one message.", "messages")
-    system = _text(fields, "system", "a string or a list of text blocks")
+    system = read.lines(fields, "system", "a string or a list of text blocks", _block_text)
     messages = [Message("system", system)] if system else []
     for i, value in enumerate(values):
         messages += _message(value, f"messages[{i}]")
@@ -122,24 +122,15 @@ def _message(value: Any, at: str) -> list[Message]:
         elif kind in ("tool_use", "tool_result", *_THOUGHTS):
             raise RequestError(f"{part.path('type')}: a {role} message has no {kind} block.", part.path("type"))
         else:
-            texts.append(_block_text(part))
+            texts.append(_block_text(block, part.at))
     if results and not any(texts):
         return results
     thought = "\n".join(text for text in thoughts if text)
     return [*results, Message(role, "\n".join(texts), tuple(calls), reasoning=thought)]
 
 
-def _text(fields: Fields, name: str, expected: str) -> str:
-    """Text of a string, of a list of blocks (one line each), of null, of nothing."""
-    value = fields.get(name)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise fields.wrong(name, expected)
-    return "\n".join(_block_text(Fields(block, f"{fields.path(name)}[{i}]")) for i, block in enumerate(value))
-
-
-def _block_text(block: Fields) -> str:
+def _block_text(value: Any, at: str) -> str:
+    block = Fields(value, at)
     kind = block.get("type")
     if kind == "tool_reference":
         return block.text("tool_name")
@@ -155,7 +146,7 @@ def _call(block: Fields) -> ToolCall:
 
 
 def _result(block: Fields) -> Message:
-    text = _text(block, "content", "a string or a list of content blocks")
+    text = read.lines(block, "content", "a string or a list of content blocks", _block_text)
     if block.flag("is_error"):
         text = f"Error: {text}"
     return Message("tool", text, tool_call_id=block.text("tool_use_id") or None)

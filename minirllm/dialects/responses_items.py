@@ -146,21 +146,17 @@ def _item(fields: Fields, tools: Tools, find: Find, turns: _Turns) -> None:
 
 
 def text_of(fields: Fields, name: str, *kinds: str) -> str:
-    """The text of a string, of a list of parts (one line each), of null, of nothing."""
-    content = fields.get(name)
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise fields.wrong(name, "a string or a list of parts")
-    texts = []
-    for place, value in enumerate(content):
-        part = Fields(value, f"{fields.path(name)}[{place}]")
+    """The text of a field; its parts must be of these kinds."""
+
+    def text(value: Any, at: str) -> str:
+        part = Fields(value, at)
         kind = part.get("type")
         if kind not in (kinds or _TEXTS):
             problem = f"{part.path('type')} {read.shown(kind)} is not supported here: only text parts are."
             raise RequestError(problem, part.path("type"))
-        texts.append(part.text("refusal" if kind == "refusal" else "text"))
-    return "\n".join(texts)
+        return part.text("refusal" if kind == "refusal" else "text")
+
+    return read.lines(fields, name, "a string or a list of parts", text)
 
 
 # ---- messages -> items ----
