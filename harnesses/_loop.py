@@ -53,10 +53,10 @@ def shell(command: str, seconds: float) -> str:
     ) as process:  # fmt: skip
         try:
             out, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:  # what left the group may hold the output: no more is read
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            out, _ = process.communicate()
+            out = (error.output or b"").decode(errors="replace")
             return f"{out[:MOST]}\n(ended after {seconds:g} s)"
     cut = out if len(out) <= MOST else f"{out[: MOST // 2]}\n...\n{out[-MOST // 2 :]}"
     return cut if process.returncode == 0 else f"{cut}\n(exit code {process.returncode})"

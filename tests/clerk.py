@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from minirllm.engines.scripted import ScriptedEngine
+from minirllm.harness import Call
+from minirllm.tools.harness import written
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 STOCK = json.loads((EXAMPLES / "stock.json").read_text())
@@ -19,7 +21,7 @@ STOCK = json.loads((EXAMPLES / "stock.json").read_text())
 
 def call(name: str, **arguments: Any) -> str:
     """As the tiny model spells a tool call."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return written(Call(name, arguments))
 
 
 class Clerk(ScriptedEngine):

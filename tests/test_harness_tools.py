@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from minirllm import cli, harness
+from minirllm import cli, flow, harness
 from minirllm.tools import harness as tools
 from minirllm.tools.harness import written
 from minirllm.types import Episode, Step, Trajectory
@@ -93,6 +95,24 @@ def test_calls_are_written_as_the_tiny_model_would() -> None:
     assert written("plain") == "plain"
     assert written(call) == text
     assert written((call, call)) == f"{text}\n{text}"
+
+
+def test_what_the_loop_of_bash_and_react_tells_the_model_of_a_command() -> None:
+    loop = flow.import_path(ROOT / "harnesses" / "_loop.py", "Harness")
+    assert loop.shell("echo out; echo err >&2; cat", 20) == "out\nerr\n"
+    assert loop.shell("echo out; exit 3", 20) == "out\n\n(exit code 3)"
+    assert loop.shell("echo begun; sleep 90 & sleep 90", 1) == "begun\n\n(ended after 1 s)"
+    pid, _, rest = loop.shell("setsid sleep 93201 & echo $!", 1).partition("\n")  # left its group, holds the output
+    os.kill(int(pid), signal.SIGKILL)
+    assert rest == "\n(ended after 1 s)"
+    shown = loop.shell("seq 100000", 20)
+    assert shown.startswith("1\n2\n")
+    assert "\n...\n" in shown
+    assert shown.endswith("99999\n100000\n")
+    assert len(shown) == loop.MOST + len("\n...\n")
+    for name, text in (("other", '{"command": "ls"}'), ("bash", "{"), ("bash", "[]"), ("bash", '{"command": 1}')):
+        assert loop.arguments({"function": {"name": name, "arguments": text}}) is None
+    assert loop.arguments({"function": {"name": "bash", "arguments": '{"command": "ls"}'}}) == "ls"
 
 
 def test_a_report_counts_and_finds_calls_missing() -> None:
