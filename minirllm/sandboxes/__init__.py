@@ -37,7 +37,7 @@ FILE_SECONDS = 120.0  # for one transfer
 class Limits:
     """Of one sandbox; those marked (command) hold for each command by itself."""
 
-    memory: int = 1024 * MIB  # bytes of all processes of a command
+    memory: int = 1024 * MIB  # bytes of all processes
     processes: int = 256  # at once
     cpus: float = 1.0
     disk: int = 1024 * MIB  # bytes of all files written, snapshots included

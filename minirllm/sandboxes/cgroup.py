@@ -65,9 +65,7 @@ class Cgroup:
 
     def oom_kills(self) -> int:
         """How many processes the kernel has ended for want of memory so far."""
-        name = "memory.events" if self.unified else "memory.oom_control"
-        rows = dict(line.split() for line in (self.folders["memory"] / name).read_text().splitlines())
-        return int(rows.get("oom_kill", 0))
+        return oom_kills(self.folders["memory"])
 
     def remove(self) -> None:
         """Kill whatever is in the group, and delete it. It need not be there."""
@@ -75,6 +73,13 @@ class Cgroup:
             below = sorted(folder.glob("command-*")) if folder.exists() else []
             for place in [*below, folder]:
                 end(place)
+
+
+def oom_kills(folder: Path) -> int:
+    """How many processes of the memory group in `folder` the kernel has ended so far, in either layout."""
+    file = folder / "memory.oom_control"
+    lines = (file if file.exists() else folder / "memory.events").read_text().splitlines()
+    return int(dict(line.split() for line in lines).get("oom_kill", 0))
 
 
 def end(folder: Path) -> None:

@@ -26,7 +26,7 @@ from docker.errors import DockerException
 
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, engine
-from minirllm.sandboxes.cgroup import MOUNT, end
+from minirllm.sandboxes.cgroup import LAST, MOUNT, end, oom_kills
 from minirllm.sandboxes.netns import Forward
 
 IMAGE = "python:3.12-slim"  # where none is asked for
@@ -43,7 +43,6 @@ for round in {1..100}; do
 done
 """
 POLL = 0.25  # seconds between questions whether a command that keeps its outputs open has ended
-LAST = 5.0  # seconds that killed processes may take to go
 BUILDERS = ThreadPoolExecutor(4, "image")
 
 
@@ -162,8 +161,7 @@ class Docker(Sandbox):
     def _oom_kills(self) -> int:
         """How often the kernel has ended a process for want of memory, as far as that is known."""
         if group := self._group(self.pid, "memory") if self.pid else None:
-            name = "memory.oom_control" if (group / "memory.oom_control").exists() else "memory.events"
-            return int(dict(line.split() for line in (group / name).read_text().splitlines()).get("oom_kill", 0))
+            return oom_kills(group)
         return int(self.api.inspect_container(self.container)["State"]["OOMKilled"])
 
 
