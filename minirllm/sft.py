@@ -154,7 +154,7 @@ async def train(
     held_out = await asyncio.to_thread(read_rows, val) if val is not None else []
     if epochs is not None:
         size = min(config.batch_size, len(rows))
-        config = replace(config, steps=max(1, epochs * (len(rows) // size)))
+        config = replace(config, steps=epochs * (len(rows) // size))
     with await asyncio.to_thread(RunLog, config.run_folder(data.stem), config, resume=resume, quiet=quiet) as log:
         loaded, policy, engine, renderer = await asyncio.to_thread(stack.load, config, None, log.say)
         try:

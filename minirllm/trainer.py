@@ -147,7 +147,7 @@ class Trainer:
     def _loss(self, forest: Forest) -> tuple[torch.Tensor, Tokens, dict[str, torch.Tensor]]:
         """The loss of a micro-batch, the tokens that it is of, and values per token for the metrics."""
         at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
-        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, _dense(forest.sequence_T))
+        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, forest.sequence_T)
         old_N, advantage_N, weight_N, sequence_N = (
             torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
         )
@@ -201,7 +201,9 @@ def rehearse(policy: Policy, config: Config) -> None:
     session = tree.TokenTree()
     session.add([0], Completion([0] * (count - 1), [0.0] * (count - 1), "length", policy.version), "rehearsal")
     moments = [torch.empty_like(p) for p in trainer.parameters.values() for _ in STATE[1:]]
-    trainer._accumulate(tree.merge([session])[0])
+    forest = tree.merge([session])[0]
+    forest.sequence_T[forest.trained_T] = 0
+    trainer._accumulate(forest)
     trainer.optimizer.zero_grad()
     del moments
 
@@ -234,12 +236,6 @@ def _gradient_checkpointing(model: Any, on: bool) -> Iterator[None]:
         for layer in layers:
             layer.training = False
         model.activation_checkpointing_disable()
-
-
-def _dense(sequence_T: np.ndarray) -> np.ndarray:
-    """The trajectories of a micro-batch counted from 0 in their order; what is not trained stays behind them."""
-    present, dense_T = np.unique(sequence_T, return_inverse=True)
-    return np.where(sequence_T < 0, len(present), dense_T - np.count_nonzero(present < 0)).astype(np.int64)
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

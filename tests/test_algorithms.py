@@ -60,6 +60,7 @@ def test_reinforce_pp_whitens_over_the_tokens_of_the_batch():
     found = advantages("reinforce_pp_baseline", [1.0, 0.0], [2.0, 1.0], tokens=[[3, 1], [1, 5]])
     assert found == [pytest.approx([0.6 / std, -0.4 / std])] * 2
     assert advantages("reinforce_pp", [1.0, 1.0], [1.0]) == [[0.0, 0.0], [0.0]]
+    assert advantages("reinforce_pp", [1.0, 1.0, 0.0], tokens=[[3, 1, 0]]) == [[0.0] * 3]  # none of its tokens differ
     assert advantages("reinforce_pp_baseline", [1.0, 1.0], [0.0, 0.0]) == [[0.0, 0.0], [0.0, 0.0]]
 
 

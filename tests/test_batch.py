@@ -378,6 +378,12 @@ def test_roles_are_compared_among_themselves():
     assert sorted(advantages.tolist()) == pytest.approx([-(0.5**0.5)] * 2 + [0.5**0.5] * 2, rel=1e-4)
 
 
+def test_whitening_counts_a_trajectory_by_its_tokens():
+    """Rewards 1 of one token and 0 of three: mean 1/4, variance (0.75^2 + 3 * 0.25^2) / 3 = 1/4."""
+    batch = make([episode("a", 0, 1.0, [(7,)]), episode("a", 1, 0.0, [(5, 5, 5)])], algorithm="reinforce_pp")
+    assert trained(batch, "advantage_T").tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
+
+
 def test_counts_of_malformed_tool_calls_and_signals():
     one, other = episode("a", 0, 1.0, signals={"length": 3.0}), episode("a", 1, None, signals={"length": 100.0})
     one.trajectories[0].steps[0].response = Message("assistant", malformed=True)

@@ -70,6 +70,7 @@ def test_what_is_taken(tmp_path: Path) -> None:
     episodes = [episode("a", 0, 0.5, "x"), episode("a", 1, 1.0, "y", 9.0), episode("a", 2, 1.0, "y", 7.0)]
     episodes += [episode("b", 0, 0.0), episode("b", 1, 0.2), episode("c", 0, None)]
     folder = place(tmp_path / "e", *episodes)
+    place(folder, Episode(id="d:0", task_id="d", reward=1.0, is_correct=True))  # said nothing
     assert taken(folder) == [("a", 1), ("a", 2)]
     assert taken(folder, filter="n > 0", select="all") == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
     assert taken(folder, filter="n > 0", select="best") == [("a", 1), ("b", 1)]
@@ -81,7 +82,7 @@ def test_what_is_taken(tmp_path: Path) -> None:
     assert taken(folder, filter="not solved") == []
     nothing = CliRunner().invoke(cli.cli, ["dataset", "from-eval", str(folder), "--out", "rows", "--filter", "n > 99"])
     assert nothing.exit_code == 2
-    assert "No episode of 3 tasks was taken: --filter and --select choose others." in nothing.stderr
+    assert "No episode of 4 tasks was taken: --filter and --select choose others." in nothing.stderr
     with pytest.raises(UserError, match="--max-per-task"):
         taken(folder, select="best-n")
     with pytest.raises(UserError, match="holds no episodes"):

@@ -64,6 +64,7 @@ LOW, HIGH = {"reward_mean": 0.2}, {"reward_mean": 0.6}
         (OPEN, SURE | {"entropy": 0.5}, ""),
         (LOW | {"eval_reward": 0.4}, HIGH | {"eval_reward": 0.3}, "held-out reward fell from 0.40"),
         (LOW | {"distinct_grams": 0.8}, HIGH | {"distinct_grams": 0.3}, "30% of their runs of 4"),
+        (LOW | {"distinct_grams": 0.8}, HIGH | {"distinct_grams": 0.5}, ""),
         (LOW | {"answer_length": 100.0}, HIGH | {"answer_length": 30.0}, "shrank from 100 to 30"),
         ({"reward_mean": 0.2, "answer_length": 100.0}, {"reward_mean": 0.2, "answer_length": 30.0}, ""),
         ({"reward_mean": 0.2, "eval_reward": 0.4}, {"reward_mean": 0.6, "eval_reward": 0.5}, ""),
@@ -82,6 +83,11 @@ def test_evaluations_may_be_rarer_than_windows() -> None:
     steps = [*rows(LOW, LOW), *rows(LOW, HIGH)]
     steps[9]["eval_reward"], steps[19]["eval_reward"] = 0.5, 0.25
     assert "fell from 0.50 to 0.25" in " ".join(tripwires(steps))
+
+
+def test_a_slow_collapse_is_measured_from_the_beginning() -> None:
+    slowly = [*rows(OPEN, OPEN | {"entropy": 0.5}), *rows(SURE | {"entropy": 0.3}, SURE)]
+    assert "began at 1," in " ".join(tripwires(slowly))
 
 
 def test_wires_wait_for_two_windows_and_speak_once_a_window() -> None:

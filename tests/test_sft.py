@@ -115,6 +115,7 @@ async def test_a_run_learns_measures_and_repeats_and_a_killed_one_goes_on_to_the
 
     whole = await run("whole")
     assert [row["step"] for row in whole] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in whole if "val_loss" in row] == [0, 2, 4, 6]
     assert whole[-1]["loss"] < whole[1]["loss"]
     assert whole[-1]["val_loss"] < whole[0]["val_loss"]
     assert {"val_loss", "loss", "entropy", "lr", "trained_tokens"} <= whole[-1].keys()

@@ -33,7 +33,7 @@ class Tokens:
     logprob_N: torch.Tensor  # log p(token) of the policy now
     old_N: torch.Tensor  # as the sampler captured it
     advantage_N: torch.Tensor
-    sequence_N: torch.Tensor  # int64: which trajectory, counted from 0 in this micro-batch
+    sequence_N: torch.Tensor  # int64: which trajectory of the batch
     reference_N: torch.Tensor | None = None  # of the frozen base model; given exactly when ``config.kl_beta > 0``
 
 
