@@ -34,12 +34,13 @@ ROWS = [
     "collect evaluate saving",
     "train",
     "agent_trainer options sft tools",
+    "commands",
     "cli",
 ]
 
 # Outside packages and the only units that may import them.
 OUTSIDE = {
-    "click": "cli options",
+    "click": "cli commands options",
     "datasets": "",  # tasks only
     "docker": "sandboxes",
     "gguf": "models",
@@ -63,7 +64,7 @@ BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "r
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 7350  # lines of code; the goal is 5,000, which is missed
+MAX_CORE = 7050  # lines of code; the goal is 5,000, which is missed
 
 
 def sources() -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from minirllm import cli
+from minirllm import cli, options
 from minirllm.config import FIELDS, Config
 from minirllm.errors import EngineError, UserError
 from minirllm.interrupt import Terminated
@@ -85,17 +85,17 @@ def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 
 def test_every_option_shows_the_one_copy_of_its_meaning():
     text = " ".join(invoke("train", "--help").output.split())
-    for name in cli.TRAIN:
+    for name in options.TRAIN:
         assert f"--{name.replace('_', '-')} " in text
         assert FIELDS[name].metadata["doc"] in text.replace("- ", "-") or FIELDS[name].metadata["doc"] in text
     assert "optimizer steps in the whole run [default: 20]" in text
-    for name in set(FIELDS) - set(cli.TRAIN):
+    for name in set(FIELDS) - set(options.TRAIN):
         assert name in text  # can be given by --set, and is listed
     for flag in ("--set", "--config", "--resume", "--quiet"):
         assert flag in text
 
 
-@pytest.mark.parametrize("names", [cli.TRAIN, cli.EVAL, cli.SERVE, cli.FROM_RUN])
+@pytest.mark.parametrize("names", [options.TRAIN, options.EVAL, options.SERVE, options.FROM_RUN])
 def test_the_lists_of_options_are_fields(names):
     assert set(names) <= set(FIELDS)
     assert len(set(names)) == len(names)

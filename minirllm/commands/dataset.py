@@ -1,0 +1,58 @@
+"""``minirllm dataset``: rows to learn from."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minirllm.commands import find_run, module
+from minirllm.config import FIELDS, Config
+from minirllm.errors import UserError
+
+
+@click.group()
+def dataset() -> None:
+    """Make rows to learn from."""
+
+
+@dataset.command("from-eval")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file of JSON lines to write.")
+@click.option("--filter", default="solved", show_default=True, help="Tasks to take, e.g. 'solved and avg < 0.9'.")
+@click.option(
+    "--select",
+    type=click.Choice(("correct", "best", "best-n", "shortest", "all")),
+    default="correct",
+    show_default=True,
+    help="Which of a task's episodes.",
+)
+@click.option("--max-per-task", "most", type=click.IntRange(1), help="At most so many episodes of a task.")
+@click.option("--min-reward", type=float, help="Leave out episodes with less.")
+@click.option("--dedup", is_flag=True, help="Take equal conversations once.")
+@click.option("--val", type=click.Path(path_type=Path), help="Put the rows of some tasks here instead.")
+@click.option("--val-fraction", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="How many of them.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which tasks those are.")
+@click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
+def from_eval(
+    sources: tuple[str, ...], out: Path, val: Path | None, val_fraction: float, seed: int, runs_dir: str, **wanted: Any
+) -> None:
+    """Turn episodes of SOURCES (runs, or folders of `eval --output`) into conversations for `minirllm sft`."""
+    curate = module("tools.curate")
+    if val is not None and val.resolve() == out.resolve():
+        raise UserError("--val and --out name the same file: one would take the place of the other.")
+    folders = [Path(name) if Path(name).is_dir() else find_run(name, runs_dir) for name in sources]
+    folders = list(dict.fromkeys(folder.resolve() for folder in folders))  # one given twice counts once
+    rows, tasks = curate.curate(folders, curate.Wanted(**wanted))
+    if not rows:
+        raise UserError(f"No episode of {tasks} tasks was taken: --filter and --select choose others.")
+    kept, held = curate.split(rows, val_fraction, seed) if val else (rows, [])
+    curate.write(out, kept)
+    said = f"{len(kept)} rows of {len({row['task_id'] for row in kept})} of {tasks} tasks in {out}"
+    if val is not None:
+        curate.write(val, held)
+        said += f", {len(held)} in {val}"
+    held_out = ["--val", str(val)] if val else []
+    click.echo(f"{said}; learn from them: {shlex.join(['minirllm', 'sft', str(out), *held_out])} (with their --model)")

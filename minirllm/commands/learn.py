@@ -1,0 +1,76 @@
+"""``minirllm train`` and ``minirllm sft``: what changes weights."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minirllm import config, flow
+from minirllm.commands import module, prepare, sentence
+from minirllm.config import Config
+from minirllm.errors import CheckpointError, EngineError, UserError
+from minirllm.interrupt import Terminated
+from minirllm.options import SFT, TRAIN, chosen, flags
+
+
+@click.command()
+@click.argument("task")
+@flags(TRAIN)
+@click.option(
+    "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."
+)
+@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
+    """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name.
+
+    A task may set options of its own (DEFAULTS in its file); the defaults below hold where it does not."""
+    loaded = flow.load_task(task)
+    settings = chosen(options, loaded.defaults)
+    folder = settings.run_folder(loaded.name)
+    if resume:
+        if not folder.is_dir():
+            raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
+        own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
+        settings = replace(chosen(options, loaded.defaults, own), run=folder.name, runs_dir=str(folder.parent))
+    prepare(settings.harness, quiet, loaded.own_agents)
+    where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
+    again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
+    try:
+        summary = module("train").run(loaded, settings, resume=resume, quiet=quiet)
+    except (KeyboardInterrupt, Terminated) as end:
+        click.echo(f"\nStopped. Continue with: {again}", err=True)
+        raise SystemExit(end.code if isinstance(end, Terminated) else 130) from None
+    except EngineError as error:
+        raise UserError(f"{sentence(error)} What was finished is kept; continue with: {again}") from error
+    if summary and summary["step"] < settings.steps:
+        click.echo(f"Stopped after step {summary['step']} of {settings.steps}. Continue with: {again}", err=True)
+    elif not quiet:
+        done = (
+            "Done"
+            if summary
+            else f"Nothing to do: all {settings.steps} steps were done before; --steps takes the run further"
+        )
+        click.echo(f"{done}. Weights: {folder / 'checkpoints'}. Look at it: minirllm show {folder}")
+
+
+@click.command()
+@click.argument("data", type=click.Path(path_type=Path))
+@flags(SFT)
+@click.option("--val", type=click.Path(path_type=Path), help="Rows whose loss is measured and never learned from.")
+@click.option("--epochs", type=click.IntRange(1), help="How often each row is seen; sets --steps.")
+@click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the same options.")
+@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | None, **options: Any) -> None:
+    """Fine-tune on DATA, a file of JSON lines: {"messages": [...], "tools": [...]} as in chat completions. Every token
+    of every assistant message is learned."""
+    if epochs is not None and options["steps"] is not None:
+        raise UserError("Give --epochs or --steps, not both.")
+    settings = chosen(options)
+    row = module("sft").run(data, settings, val=val, epochs=epochs, resume=resume, quiet=quiet)
+    if not quiet:
+        folder = settings.run_folder(data.stem)
+        click.echo(f"Done after step {row['step']}. Weights: {folder / 'checkpoints'}: give them to --checkpoint.")
