@@ -1,7 +1,7 @@
-"""Episodes become micro-batches: groups, advantages, the weight of every token in the loss, packed forests.
+"""Episodes become micro-batches: the advantage and the weight of every token in the loss, packed forests.
 
-Owns: grouping, which groups are skipped and why, loss aggregation, the ledger, packing. Does not know: the model,
-gradients, how tokens were sampled.
+Owns: loss aggregation, the ledger, packing. Does not know: the model, gradients, how tokens were sampled, which
+trajectories are compared and how (grouping.py).
 
 The ledger balances: every sampled token is trained on once, or discarded for a reason that `Batch.fate` names and the
 metrics count. A token to be trained on that no call on record explains raises LedgerError before anything is learned.
@@ -15,7 +15,7 @@ the weight of a token is
 - ``sequence``: 1 / (trajectories * trained tokens of its trajectory, all branches). Trajectories weigh the same.
 - ``constant``: 1 / (trajectories * max_tokens). A token weighs the same in every batch.
 
-Legend: T tokens of a forest, G trajectories of a group.
+Legend: T tokens of a forest, K of one call.
 """
 
 from __future__ import annotations
@@ -27,27 +27,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group
+from minirllm.algorithms import Algorithm
 from minirllm.config import Config
 from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
+from minirllm.grouping import Member, compare, members
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
-from minirllm.types import Episode, Step, Trajectory
-
-
-@dataclass
-class Member:
-    """One trajectory in its group. `calls` are those it is trained on, `tokens` how many these sampled."""
-
-    episode: Episode
-    trajectory: Trajectory
-    reward: float
-    calls: dict[str, Step]  # by call id
-    tokens: int
-    truncated: bool = False  # an answer was cut off, and such trajectories are not trained on
-    advantage: float = 0.0
-    weight: float = 0.0  # of each of its tokens in the loss; 0: its group teaches nothing, or it is truncated
-    index: int = -1  # among the batch's trajectories
+from minirllm.types import Episode, Step
 
 
 @dataclass
@@ -70,7 +56,7 @@ class Batch:
             return "ungraded"
         if member is None:
             return "unclaimed"  # by any trajectory of the episode
-        return "trained" if member.weight else "truncated" if member.truncated else "no_signal"
+        return member.fate
 
 
 def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: int) -> Batch:
@@ -104,13 +90,11 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     batch = Batch(metrics=episode_metrics(episodes))
     batch.auxiliary = {(e.id, step.id) for e in episodes for t in e.trajectories for step in t.steps if step.auxiliary}
-    groups: dict[tuple[str, str], list[Member]] = {}
-    for episode in episodes:
-        for member in _members(episode, config) if episode.reward is not None else ():
-            groups.setdefault((episode.task_id, member.trajectory.name), []).append(member)
-    learnable = _learnable(list(groups.values()), config, algorithm, batch.metrics)
-    _weigh([member for group in learnable for member in group if member.tokens and not member.truncated], config)
-    batch.members = {(m.episode.id, call): m for group in groups.values() for m in group for call in m.calls}
+    every = [m for episode in episodes if episode.reward is not None for m in members(episode, config)]
+    learned, counts = compare(every, config, algorithm)
+    batch.metrics |= counts
+    _weigh(learned, config)
+    batch.members = {(m.episode.id, call): m for m in every for call in m.calls}
     fates = Counter({"retried": sum(int(episode.metrics.get("retried_tokens", 0)) for episode in episodes)})
     for episode in episodes:
         for node in episode.tree.nodes if episode.tree else ():
@@ -133,75 +117,12 @@ def _trained(batch: Batch) -> list[Member]:
     return list({id(member): member for member in batch.members.values() if member.weight}.values())
 
 
-def _members(episode: Episode, config: Config) -> list[Member]:
-    """The trajectories of a graded episode. A call that two of them claim is trained in the first only."""
-    members, claimed = [], set[str]()
-    for trajectory in episode.trajectories:
-        reward = episode.reward if trajectory.reward is None else trajectory.reward
-        assert reward is not None
-        own = [step for step in trajectory.steps if step.node is not None and not step.auxiliary]
-        calls = {step.id: step for step in own if step.id not in claimed}
-        claimed |= calls.keys()
-        tokens = sum(step.response_length for step in calls.values())
-        cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
-        reward -= _overlong(max((step.response_length for step in calls.values()), default=0), config)
-        members.append(Member(episode, trajectory, float(reward), calls, tokens, cut))
-    return members
-
-
-def _overlong(length: int, config: Config) -> float:
-    """DAPO's soft punishment of a long answer (arXiv 2503.14476, eq. 13): 0 to 1 over the last `overlong_buffer`."""
-    over = length - (config.max_tokens - config.overlong_buffer)
-    return min(1.0, max(0, over) / config.overlong_buffer) if config.overlong_buffer else 0.0
-
-
 def _reread(episode: Episode) -> int:
     """Tokens of continued calls that the call which continues them reads otherwise than they were read and sampled."""
     steps = [step for trajectory in episode.trajectories for step in trajectory.steps if _chain(episode.tree, step)]
     paths = {step.id: set(episode.tree.path(step.node)) for step in steps}
     left = [paths.get(step.parent or "", set()) - paths[step.id] for step in steps]
     return sum(len(episode.tree.nodes[index].tokens) for indices in left for index in indices)
-
-
-def _learnable(
-    groups: list[list[Member]], config: Config, algorithm: Algorithm, metrics: dict[str, float]
-) -> list[list[Member]]:
-    """Sets every member's advantage; returns the groups that take part in the update, counts the others by why not."""
-    kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
-    learnable = []
-    for group, advantages_G in zip(groups, _advantages(groups, config, algorithm), strict=True):
-        rewards_G = np.array([member.reward for member in group])
-        assert advantages_G.shape == rewards_G.shape, f"{advantages_G.shape} advantages for {rewards_G.shape} rewards"
-        assert np.isfinite(advantages_G).all(), f"advantages {advantages_G} of rewards {rewards_G}"
-        for member, advantage in zip(group, advantages_G.tolist(), strict=True):
-            member.advantage = advantage
-        if advantages_G.any():
-            kinds["with_signal"] += 1
-        elif len(group) < 2 <= config.group_size:
-            kinds["too_small"] += 1  # too few of its rollouts could be graded
-        else:
-            kinds["too_easy" if rewards_G.min() >= 1 else "too_hard" if rewards_G.max() <= 0 else "uniform"] += 1
-        if advantages_G.any() or config.kl_beta > 0:
-            learnable.append(group)
-    metrics |= {"groups": float(len(groups)), **{f"groups_{kind}": float(count) for kind, count in kinds.items()}}
-    by_name: dict[str, list[float]] = {}
-    for group in groups:
-        by_name.setdefault(group[0].trajectory.name, []).extend(member.reward for member in group)
-    metrics |= {f"reward/{name}": float(np.mean(rewards)) for name, rewards in by_name.items()}
-    return learnable
-
-
-def _advantages(groups: list[list[Member]], config: Config, algorithm: Algorithm) -> list[np.ndarray]:
-    """Of each group; those of one trajectory name are one batch to the algorithm."""
-    found: dict[int, np.ndarray] = {}
-    for name in {group[0].trajectory.name: None for group in groups}:
-        where = [index for index, group in enumerate(groups) if group[0].trajectory.name == name]
-        compared = [
-            Group(np.array([m.reward for m in groups[i]]), np.array([m.tokens for m in groups[i]], np.int64))
-            for i in where
-        ]
-        found |= dict(zip(where, algorithm.advantages(compared, config), strict=True))
-    return [found[index] for index in range(len(groups))]
 
 
 def _weigh(members: Sequence[Member], config: Config) -> None:
@@ -237,8 +158,9 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
     for owner, found in zip(owners, spans, strict=True):
         _check(owner, found, version, forest)
         for call, member in owner.items():
+            value_K, at = np.broadcast_to(member.advantages[call], member.calls[call].response_length), 0
             for start, end in (found[node] for node in _chain(member.episode.tree, member.calls[call])):
-                forest.advantage_T[start:end] = member.advantage
+                forest.advantage_T[start:end], at = value_K[at : at + end - start], at + end - start
                 forest.weight_T[start:end] = member.weight
                 forest.sequence_T[start:end] = member.index
     return forest

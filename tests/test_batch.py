@@ -5,6 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from minirllm.batch import _forest
+from minirllm.config import Config
+from minirllm.grouping import members
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Message, Step, TerminationReason, Trajectory
 from tests.episodes import PROMPT, episode, make, trained
@@ -274,3 +277,18 @@ def test_what_sessions_counted_is_in_the_metrics():
         "branches": 2, "unprovable": 3, "edited": 1, "rerendered": 0, "aborted": 0,
     }  # fmt: skip
     assert "turns" not in metrics
+
+
+def test_an_advantage_belongs_to_a_call_and_may_differ_from_token_to_token():
+    """A call whose sample was cut in two by a branch keeps the order of its tokens' advantages."""
+    tree = TokenTree()
+    first = tree.add(PROMPT, Completion([7, 8, 9], [-1.0] * 3, "stop", 0), "one")
+    last = tree.add([*PROMPT, 7, 8, 5], Completion([6], [-1.0], "stop", 0), "two", after=first)
+    steps = [Step("one", node=first, prompt_length=4, response_length=3)]
+    steps += [Step("two", node=last, prompt_length=7, response_length=1)]
+    made = Episode("a:0", task_id="a", reward=1.0, tree=tree, trajectories=[Trajectory(steps=steps)])
+    (member,) = members(made, Config())
+    member.advantages, member.weight = {"one": [1.0, 2.0, 3.0], "two": -4.0}, 1.0
+    forest = _forest([[member]], 0)
+    found = zip(forest.token_T[forest.trained_T].tolist(), forest.advantage_T[forest.trained_T].tolist(), strict=True)
+    assert sorted(found) == [(6, -4), (7, 1), (8, 2), (9, 3)]

@@ -99,4 +99,4 @@ def test_every_sampled_token_is_trained_or_discarded_for_a_reason():
     fates = [batch.fate(worst, node) for node in worst.tree.nodes if node.sampled]
     assert fates == ["trained", "aborted"]
     member = batch.members["a:0", "a-0-0"]
-    assert (member.reward, member.advantage, member.weight) == (1.0, 0.5, 1 / 3)
+    assert (member.reward, member.advantages, member.weight) == (1.0, {"a-0-0": 0.5}, 1 / 3)

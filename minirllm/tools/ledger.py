@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -83,7 +84,9 @@ def trace(episode: Episode, learned: Batch) -> list[Sample]:
 
 def _why_trained(learned: Batch, episode: Episode, call: str) -> str:
     member = learned.members[episode.id, call]
-    return f"reward {member.reward:g}, advantage {member.advantage:+.3g}, {member.weight:.3g} of the loss per token"
+    values = np.atleast_1d(member.advantages[call])
+    few = f"{values[0]:+.3g}" if np.ptp(values) == 0 else f"{values.min():+.3g} to {values.max():+.3g}"
+    return f"reward {member.reward:g}, advantage {few}, {member.weight:.3g} of the loss per token"
 
 
 def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
