@@ -163,6 +163,7 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
                 forest.advantage_T[start:end], at = value_K[at : at + end - start], at + end - start
                 forest.weight_T[start:end] = member.weight
                 forest.sequence_T[start:end] = member.index
+                forest.role_T[start:end] = member.role
     return forest
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group
+from minirllm.algorithms import Algorithm, Group, roles
 from minirllm.config import Config
 from minirllm.types import Episode, Step, Trajectory
 
@@ -35,6 +35,7 @@ class Member:
     advantages: dict[str, Value] = field(default_factory=dict)  # by call id
     weight: float = 0.0  # of each of its tokens in the loss; 0: it is not trained on
     index: int = -1  # among the batch's trajectories
+    role: int = 0  # whose algorithm it has
 
 
 def members(episode: Episode, config: Config) -> list[Member]:
@@ -49,7 +50,9 @@ def members(episode: Episode, config: Config) -> list[Member]:
         tokens = sum(step.response_length for step in calls.values())
         cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
         reward -= _overlong(max((step.response_length for step in calls.values()), default=0), config)
-        found.append(Member(episode, trajectory, float(reward), calls, tokens, "truncated" if cut else "trained"))
+        member = Member(episode, trajectory, float(reward), calls, tokens, "truncated" if cut else "trained")
+        member.role = roles.number(trajectory.name, config)
+        found.append(member)
     return found
 
 
@@ -83,6 +86,7 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
     for member in every:
         by_name.setdefault(member.trajectory.name, []).append(member.reward)
     metrics |= {f"reward/{name}": float(np.mean(rewards)) for name, rewards in by_name.items()}
+    metrics |= {f"absent/{name}": 1.0 for name in roles.names(config) if every and name not in by_name}
     return [member for group in groups for member in group if member.tokens and member.fate == "trained"], metrics
 
 
@@ -100,7 +104,11 @@ def _advantages(groups: list[list[Member]], config: Config, algorithm: Algorithm
     for name in {group[0].trajectory.name: None for group in groups}:
         where = [index for index, group in enumerate(groups) if group[0].trajectory.name == name]
         compared = [
-            Group(np.array([m.reward for m in groups[i]]), np.array([m.tokens for m in groups[i]], np.int64))
+            Group(
+                np.array([member.reward for member in groups[i]]),
+                np.array([member.tokens for member in groups[i]], np.int64),
+                groups[i][0].role,
+            )
             for i in where
         ]
         found |= dict(zip(where, algorithm.advantages(compared, config), strict=True))

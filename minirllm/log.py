@@ -218,6 +218,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
             *_counts(row, TROUBLE),
         ]
         parts.append(", ".join(counts))
+    absent = [name.removeprefix("absent/") for name in row if name.startswith("absent/")]
+    parts += [f"no trajectory named {' or '.join(absent)}, as roles has it"] if absent else []
     parts += _ledger(row, level)
     shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]

@@ -20,7 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minirllm import algorithms, batch, evaluate, harness, watchdog
+from minirllm import batch, evaluate, harness, watchdog
+from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
 from minirllm.config import Config
@@ -45,7 +46,7 @@ async def train(
     """Train, writing ``runs_dir/run``; returns the last metrics row. Once `stop` says so, it ends after the step in
     hand, which is saved. Raises UserError for what the user can mend."""
     config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
-    algorithm = algorithms.create(config.algorithm)
+    algorithm = roles.of(config)
     algorithm.validate(config)
     tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirllm import algorithms, exactness, tree
-from minirllm.algorithms import Algorithm, Tokens
+from minirllm import exactness, tree
+from minirllm.algorithms import Algorithm, Tokens, roles
 from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.engines.sampling import effective_temperature
@@ -147,13 +147,13 @@ class Trainer:
     def _loss(self, forest: Forest) -> tuple[torch.Tensor, Tokens, dict[str, torch.Tensor]]:
         """The loss of a micro-batch, the tokens that it is of, and values per token for the metrics."""
         at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
-        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, forest.sequence_T)
-        old_N, advantage_N, weight_N, sequence_N = (
+        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, forest.sequence_T, forest.role_T)
+        old_N, advantage_N, weight_N, sequence_N, role_N = (
             torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
         )
         reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
         logprob_T, entropy_T = self.policy.score(forest)
-        tokens = Tokens(logprob_T[at_N], old_N, advantage_N, sequence_N, reference_N)
+        tokens = Tokens(logprob_T[at_N], old_N, advantage_N, sequence_N, role_N, reference_N)
         loss_N, per_token = self.algorithm.loss(tokens, self.config)
         return (weight_N.double() * loss_N).sum(), tokens, {**per_token, "entropy": entropy_T[at_N]}
 
@@ -196,7 +196,7 @@ class Trainer:
 def rehearse(policy: Policy, config: Config) -> None:
     """The largest micro-batch once, on the device lane; the weights stay. What torch took for it, and for the
     optimizer's moments, it keeps: an engine that then takes a share of what is free leaves training its memory."""
-    trainer = Trainer(policy, config, algorithms.create(config.algorithm))
+    trainer = Trainer(policy, config, roles.of(config))
     count = max(config.micro_batch_tokens, min(config.max_context, policy.max_positions))
     session = tree.TokenTree()
     session.add([0], Completion([0] * (count - 1), [0.0] * (count - 1), "length", policy.version), "rehearsal")

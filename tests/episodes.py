@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minirllm.algorithms import create
+from minirllm.algorithms.roles import of
 from minirllm.batch import build
 from minirllm.config import Config
 from minirllm.tree import TokenTree
@@ -34,7 +34,7 @@ def episode(task, index, reward, answers=((7, 8),), prompt=None, names=None, ver
 
 def make(episodes, version=0, algorithm="grpo", **options):
     config = Config(**{"norm_std": False, "algorithm": algorithm, **options})
-    return build(episodes, config, create(algorithm), version)
+    return build(episodes, config, of(config), version)
 
 
 def trained(batch, name):

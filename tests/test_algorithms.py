@@ -19,7 +19,8 @@ def losses(name, logprob, old, advantage, reference=None, sequence=None, **optio
     reference = None if reference is None else torch.tensor(reference, dtype=torch.float64)
     old, advantage = torch.tensor(old, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
     sequence = torch.tensor(range(len(old)) if sequence is None else sequence)
-    loss, metrics = create(name).loss(Tokens(logprob, old, advantage, sequence, reference), Config(**options))
+    tokens = Tokens(logprob, old, advantage, sequence, sequence * 0, reference)
+    loss, metrics = create(name).loss(tokens, Config(**options))
     loss.sum().backward()
     return loss.detach().tolist(), logprob.grad.tolist(), {key: value.tolist() for key, value in metrics.items()}
 

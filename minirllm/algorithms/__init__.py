@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ class Group(NamedTuple):
 
     rewards_G: np.ndarray  # float64
     tokens_G: np.ndarray  # int64: how many tokens each sampled in its calls
+    role: int = 0  # whose algorithm they have (roles.py)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Tokens:
     old_N: torch.Tensor  # as the sampler captured it
     advantage_N: torch.Tensor
     sequence_N: torch.Tensor  # int64: which trajectory of the batch
+    role_N: torch.Tensor  # int64: whose algorithm it has (roles.py)
     reference_N: torch.Tensor | None = None  # of the frozen base model; given exactly when ``config.kl_beta > 0``
 
 
@@ -88,11 +90,19 @@ def require_group(name: str, config: Config) -> None:
         )
 
 
+class NoEffect(ConfigError):
+    """An option is set that has no effect."""
+
+    def __init__(self, option: str, name: str, default: Any):
+        super().__init__(f"{option} has no effect with {name}: leave it at {default}.")
+        self.option, self.default = option, default
+
+
 def refuse(name: str, config: Config, *options: str) -> None:
-    """Raises ConfigError when one of these options, which have no effect with this algorithm, is not at its default."""
+    """Raises NoEffect when one of these options, which have no effect with this algorithm, is not at its default."""
     for option in options:
         if getattr(config, option) != (default := getattr(Config, option)):
-            raise ConfigError(f"{option} has no effect with {name}: leave it at {default}.")
+            raise NoEffect(option, name, default)
 
 
 # ---- advantages ----

@@ -15,7 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from minirllm import algorithms, batch, config, models
+from minirllm import batch, config, models
+from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.errors import ModelError
 from minirllm.log import CONFIG, printable
@@ -97,7 +98,7 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
         console.print(Text(f"{folder}: no episode has finished yet"))
         return
     settings = config.from_mapping(config.read_toml(folder / CONFIG))
-    learned = batch.select(run.episodes(picked.step), settings, algorithms.create(settings.algorithm))
+    learned = batch.select(run.episodes(picked.step), settings, roles.of(settings))
     text, note = _texts(settings.model)
     lines = [Text(f"Tokens of step {picked.step}: {picked.counts}"), Text(LEGEND), *map(Text, note)]
     if picked.step not in run.rows:

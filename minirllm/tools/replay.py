@@ -22,7 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from minirllm import algorithms, batch, checkpoint
+from minirllm import batch, checkpoint
+from minirllm.algorithms import roles
 from minirllm.config import Config, from_mapping, nearest
 from minirllm.errors import LedgerError, UserError
 from minirllm.inflight import identify, prompt_digest
@@ -312,7 +313,7 @@ class _Replay:
         """Begin with the weights of a checkpoint, or of the seed."""
         await self.exit.aclose()
         stack = await self.exit.enter_async_context(serving(config))
-        self._held = _Held(config, stack, Trainer(stack.policy, config, algorithms.create(config.algorithm)))
+        self._held = _Held(config, stack, Trainer(stack.policy, config, roles.of(config)))
         if weights is not None:
             await stack.policy.run(checkpoint.load, weights, stack.policy, self.held.trainer)
 
