@@ -75,7 +75,8 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
         assert advantages_G.shape == rewards_G.shape, f"{advantages_G.shape} advantages for {rewards_G.shape} rewards"
         assert np.isfinite(advantages_G).all(), f"advantages {advantages_G} of rewards {rewards_G}"
         for member, advantage in zip(group, advantages_G.tolist(), strict=True):
-            member.advantages = dict.fromkeys(member.calls, advantage)
+            own = {id: step.advantage for id, step in member.calls.items()}
+            member.advantages = {id: advantage if value is None else value for id, value in own.items()}
         signal = any(np.any(value) for member in group for value in member.advantages.values())
         kinds["with_signal" if signal else _why_none(group, config)] += 1
         for member in group:

@@ -1,14 +1,14 @@
 """What agents and evaluators may return, checked: whatever a user's function gives is right, or named in one sentence.
 
-Owns: `as_episode`, `verdict`, `trajectory_rewards`, `mean_signals`. Does not know: how the functions are found, run
-or timed.
+Owns: `as_episode`, `verdict`, `trajectory_rewards`, `advantages`, `mean_signals`. Does not know: how the
+functions are found, run or timed.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -79,6 +79,26 @@ def trajectory_rewards(episode: Episode) -> list[float | None]:
         None if t.reward is None else _finite(t.reward, f"reward of trajectory {t.name!r}")
         for t in episode.trajectories
     ]
+
+
+def advantages(episode: Episode) -> list[float | list[float] | None]:
+    """The advantage of each step of each trajectory, which an agent or an evaluator may have set. Raises GradingError
+    for one that is neither a finite number nor as many as the call sampled tokens."""
+    return [_advantage(step) for trajectory in episode.trajectories for step in trajectory.steps]
+
+
+def _advantage(step: Step) -> float | list[float] | None:
+    value, what = step.advantage, f"Step.advantage of call {step.id}"
+    if value is None or _is_finite(value):
+        return None if value is None else float(value)  # type: ignore[arg-type]
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+        raise GradingError(f"{what} must be a finite number, or one for each sampled token, got {value!r}")
+    if len(value) != step.response_length:
+        raise GradingError(f"{what} has {len(value)} numbers, but the call sampled {step.response_length} tokens")
+    for place, one in enumerate(value):
+        if not _is_finite(one):
+            raise GradingError(f"{what} must be finite numbers, got {one!r} for sampled token {place + 1}")
+    return [float(one) for one in value]
 
 
 def _trajectory(value: Any) -> Trajectory:

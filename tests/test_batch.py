@@ -292,3 +292,15 @@ def test_an_advantage_belongs_to_a_call_and_may_differ_from_token_to_token():
     forest = _forest([[member]], 0)
     found = zip(forest.token_T[forest.trained_T].tolist(), forest.advantage_T[forest.trained_T].tolist(), strict=True)
     assert sorted(found) == [(6, -4), (7, 1), (8, 2), (9, 3)]
+
+
+def test_an_advantage_that_is_given_stands_in_place_of_the_groups():
+    """Of a call, or of each of its tokens. The others keep theirs; a group of equal rewards then has a signal."""
+    episodes = [episode("a", index, reward, answers=((7, 8),)) for index, reward in enumerate((1.0, 0.0))]
+    episodes[0].trajectories[0].steps[0].advantage = [0.25, -3.0]
+    assert trained(make(episodes), "advantage_T").tolist() == [0.25, -3.0, -0.5, -0.5]
+    equal = [episode("a", index, 1.0) for index in range(2)]
+    equal[1].trajectories[0].steps[0].advantage = -2.0
+    batch = make(equal)
+    assert (batch.metrics["groups_with_signal"], batch.metrics["trained_tokens"]) == (1, 4)
+    assert trained(batch, "advantage_T").tolist() == [0, 0, -2, -2]

@@ -4,10 +4,11 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minirllm.errors import GradingError
-from minirllm.returns import as_episode, trajectory_rewards, verdict
+from minirllm.returns import advantages, as_episode, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
 
 
@@ -123,3 +124,24 @@ def test_rewards_that_an_evaluator_sets_are_checked() -> None:
     for reward in (math.nan, "x"):
         with pytest.raises(GradingError, match="reward of trajectory 'judge'"):
             trajectory_rewards(Episode(trajectories=[Trajectory("judge", reward=reward)]))  # type: ignore[arg-type]
+
+
+def test_advantages_are_of_a_call_or_of_each_of_its_tokens() -> None:
+    given = [Step(response_length=2, advantage=value) for value in (None, 1, [1, 2.5], np.array([0.5, -1]))]
+    episode = Episode(trajectories=[Trajectory(steps=given[:1]), Trajectory(steps=given[1:])])
+    assert advantages(episode) == [None, 1.0, [1.0, 2.5], [0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ([1.0], "Step.advantage of call c has 1 numbers, but the call sampled 2 tokens"),
+        ([1.0, math.nan], "Step.advantage of call c must be finite numbers, got nan for sampled token 2"),
+        ([1.0, "x"], "must be finite numbers, got 'x' for sampled token 2"),
+        (math.inf, "must be a finite number, or one for each sampled token, got inf"),
+        ("12", "must be a finite number, or one for each sampled token, got '12'"),
+    ],
+)
+def test_an_advantage_that_is_none_is_named(value: Any, sentence: str) -> None:
+    with pytest.raises(GradingError, match=re.escape(sentence)):
+        advantages(Episode(trajectories=[Trajectory(steps=[Step(id="c", response_length=2, advantage=value)])]))

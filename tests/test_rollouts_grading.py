@@ -97,6 +97,36 @@ async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process:
     assert "reward of trajectory 'broken', got nan" in broken.reason
 
 
+def grade_tokens(task: Task, episode: Episode) -> float:
+    step = episode.trajectories[0].steps[0]
+    step.advantage = [float(place) for place in range(step.response_length + task.metadata.get("more", 0))]
+    return 1.0
+
+
+@evaluator
+def by_token(task: Task, episode: Episode) -> float:
+    return grade_tokens(task, episode)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_an_evaluator_may_give_each_token_its_advantage(place: Place, in_process: bool) -> None:
+    async def agent(task: Task, config: AgentConfig) -> Trajectory:
+        return Trajectory("solver", [await chat(config, USER)])
+
+    runner = place.runner(agent, by_token if in_process else lambda task, episode: grade_tokens(task, episode))
+    try:
+        episode = await runner.run(Job(Task("t")))
+        broken = await runner.run(Job(Task("t", metadata={"more": 1})))
+    finally:
+        await runner.close()
+    (step,) = episode.trajectories[0].steps
+    assert step.response_length > 1
+    assert step.advantage == list(range(step.response_length))
+    assert (broken.termination_reason, broken.reward) == (TerminationReason.GRADING_ERROR, None)
+    count = step.response_length
+    assert f"has {count + 1} numbers, but the call sampled {count} tokens" in broken.reason
+
+
 GRADER = """
 import threading
 from minirllm import evaluator

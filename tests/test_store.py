@@ -40,6 +40,7 @@ def episode(task_id: str = "a/b:c", rollout_idx: int = 0, **fields: Any) -> Epis
         input={"a": [1, None]},
         output="text",
         reward=0.25,
+        advantage=[0.5, -1 / 3],
         done=True,
         metadata={"k": "v"},
         messages=[Message("system", "s"), Message("user", "häß 😀\u2028")],

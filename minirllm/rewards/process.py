@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minirllm.errors import GradingError, GradingTimeout, TaskError
 from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path, one_line
-from minirllm.returns import trajectory_rewards, verdict
+from minirllm.returns import advantages, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Task
 
 HEADER = 8  # bytes: the length of the frame that follows, big-endian
@@ -68,7 +68,7 @@ class Graders:
         self.reaping: set[asyncio.Task[int]] = set()
 
     async def grade(self, task: Task, episode: Episode, deadline: float, timeout: float | None = None) -> EvalOutput:
-        """The verdict on `episode` (sent without its token tree), whose trajectories get the rewards it was given.
+        """The verdict on `episode` (sent without its token tree), whose trajectories and steps get what it gave them.
 
         `deadline` (seconds from now) covers everything, `timeout` only the evaluator itself, once a worker is ready.
         Raises GradingTimeout, or GradingError with the reason. When cancelled, the worker is killed.
@@ -86,6 +86,9 @@ class Graders:
             raise GradingError(reply["error"])
         for trajectory, reward in zip(episode.trajectories, reply.pop("trajectory_rewards"), strict=False):
             trajectory.reward = reward
+        steps = (step for trajectory in episode.trajectories for step in trajectory.steps)
+        for step, advantage in zip(steps, reply.pop("advantages"), strict=False):
+            step.advantage = advantage
         return EvalOutput(**{**reply, "signals": [Signal(**signal) for signal in reply["signals"]]})
 
     async def _ask(self, request: bytes, timeout: float | None) -> dict[str, Any]:
@@ -199,7 +202,8 @@ def _load(where: Reference) -> Evaluator:
 def _verdict(grade: Evaluator, request: bytes) -> dict[str, Any]:
     task, episode = pickle.loads(request)
     output = verdict(grade(task, episode))
-    return {**dataclasses.asdict(output), "trajectory_rewards": trajectory_rewards(episode)}
+    rewards = {"trajectory_rewards": trajectory_rewards(episode), "advantages": advantages(episode)}
+    return {**dataclasses.asdict(output), **rewards}
 
 
 def _guarded(work: Callable[[], dict[str, Any]], path: str, what: str) -> dict[str, Any]:
