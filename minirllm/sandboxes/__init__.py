@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import shutil
-import tarfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +22,8 @@ from typing import Any, Self, TypeVar
 from minirllm.config import find
 from minirllm.errors import ConfigError, SandboxError
 from minirllm.files import cache_root
+from minirllm.sandboxes.pipes import Input, Kept, Sink
+from minirllm.sandboxes.trees import Packed, unpacking
 
 T = TypeVar("T")
 MIB = 2**20
@@ -88,15 +88,20 @@ class Result:
 @dataclass(frozen=True)
 class Command:
     """One program to run. `env` is all that it sees; without a `cwd` it begins where commands do; of each stream
-    `output` bytes are kept, the last ones with `tail`."""
+    `output` bytes are kept, the last ones with `tail`; of stdout so many go to the `sink`, if there is one."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: str | None
-    stdin: bytes
+    stdin: Input
     timeout: float  # seconds
     output: int
     tail: bool
+    sink: Sink | None = None
+
+    def outputs(self) -> tuple[Kept, Kept]:
+        """What is to be kept of stdout and stderr."""
+        return Kept(self.output, self.tail, self.sink), Kept(self.output, self.tail)
 
 
 class Sandbox(ABC):
@@ -104,6 +109,7 @@ class Sandbox(ABC):
 
     work = WORK  # where relative paths and commands begin
     images = False  # it can be made of an image
+    streams = False  # `carry_out` takes input and gives output piece by piece; else it gets and gives them whole
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -151,23 +157,30 @@ class Sandbox(ABC):
         argv: Sequence[str],
         *,
         timeout: float,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
         tail: bool = False,
+        sink: Sink | None = None,
     ) -> Result:
         """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
         the sandbox's own, never this process's; `output` overrides the limit, and with `tail` so many of the last bytes
-        are kept, however many there were. Raises SandboxError when the sandbox itself fails or `cwd` is no folder,
-        never for what programs do: where one has removed the folder that commands begin in unless told otherwise, the
-        next has exit code 125."""
+        are kept, however many there were; stdout goes to the `sink`, if there is one, and is not kept. Raises
+        SandboxError when the sandbox itself fails or `cwd` is no folder, never for what programs do: where one has
+        removed the folder that commands begin in unless told otherwise, the next has exit code 125."""
         if not self.running:
             raise SandboxError("The sandbox is closed.")
         variables = {**self.variables, **self.spec.env, **(env or {})}
         _check(argv, variables, cwd or "")
         limit = output or self.spec.limits.output
-        return await self.carry_out(Command(tuple(argv), variables, cwd, stdin, timeout, limit, tail))
+        if self.streams:
+            return await self.carry_out(Command(tuple(argv), variables, cwd, stdin, timeout, limit, tail, sink))
+        given = stdin if isinstance(stdin, bytes) else b"".join([piece async for piece in stdin])
+        done = await self.carry_out(Command(tuple(argv), variables, cwd, given, timeout, limit, tail))
+        if sink is not None:
+            await sink(done.raw_stdout)
+        return done
 
     async def run(
         self,
@@ -192,24 +205,33 @@ class Sandbox(ABC):
 
     async def upload(self, local: Path, path: str) -> None:
         """Copy the tree under `local` to `path`, made if need be; links are copied as links."""
-        packed = await asyncio.to_thread(_pack, local)
-        await self._script('mkdir -p -- "$1" && tar -x -f - -C "$1" --no-same-owner', path, stdin=packed)
+        if not await asyncio.to_thread(local.is_dir):
+            raise SandboxError(f"{local} is no folder: there is nothing to upload.")
+        packed = Packed(local)
+        try:
+            await self._script('mkdir -p -- "$1" && tar -x -f - -C "$1" --no-same-owner', path, stdin=packed)
+        except SandboxError as error:
+            raise SandboxError(f"{local} cannot be uploaded: {packed.problem}.") if packed.problem else error from None
 
     async def download(self, path: str, local: Path) -> None:
         """Copy the tree under `path` to `local`. Nothing is written outside `local`, whatever links and names the tree
-        has; what would lead out is left out, as are devices and sockets."""
-        packed = await self._script('tar -c -f - -C "$1" .', path, output=self.spec.limits.disk + 10 * MIB)
-        await asyncio.to_thread(_unpack, packed, local)
+        has; what would lead out is left out, as are devices and sockets. Raises SandboxError when it cannot be copied
+        whole: what had come is then there."""
+        limits = self.spec.limits
+        async with unpacking(local, limits.files) as sink:
+            await self._script('tar -c -f - -C "$1" .', path, output=limits.disk + 10 * MIB, sink=sink)
 
     def _absolute(self, path: str) -> PurePosixPath:
         if not path or "\0" in path:
             raise SandboxError(f"A path in the sandbox has at least one character and no NUL, got {path!r}.")
         return PurePosixPath(self.work) / path
 
-    async def _script(self, script: str, path: str, stdin: bytes = b"", output: int | None = None) -> bytes:
+    async def _script(
+        self, script: str, path: str, stdin: Input = b"", output: int | None = None, sink: Sink | None = None
+    ) -> bytes:
         """The output of a script of which $1 is `path`."""
         argv = (BASH, "-c", script, "_", str(self._absolute(path)))
-        done = await self.execute(argv, timeout=FILE_SECONDS, stdin=stdin, cwd="/", output=output)
+        done = await self.execute(argv, timeout=FILE_SECONDS, stdin=stdin, cwd="/", output=output, sink=sink)
         if done.exit_code or done.timed_out or done.flooded:
             why = done.stderr.strip() or ("it is too large" if done.flooded else f"exit code {done.exit_code}")
             raise SandboxError(f"{path} in the sandbox: {why}.")
@@ -296,23 +318,3 @@ async def to_end(function: Callable[..., T], *arguments: Any) -> T:
         while not running.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
-
-
-def _pack(local: Path) -> bytes:
-    if not local.is_dir():
-        raise SandboxError(f"{local} is no folder: there is nothing to upload.")
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path in sorted(local.rglob("*")):
-            archive.add(path, path.relative_to(local).as_posix(), recursive=False)
-    return buffer.getvalue()
-
-
-def _unpack(packed: bytes, local: Path) -> None:
-    local.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
-        for member in archive:
-            try:
-                archive.extract(member, local, filter="data")
-            except (tarfile.FilterError, OSError):
-                continue  # it leads out of `local`, is no plain file, or its place is taken by something else

@@ -28,6 +28,7 @@ from minirllm.errors import SandboxError
 from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, engine
 from minirllm.sandboxes.cgroup import LAST, MOUNT, end, oom_kills
 from minirllm.sandboxes.netns import Forward
+from minirllm.sandboxes.pipes import feed
 
 IMAGE = "python:3.12-slim"  # where none is asked for
 MARK = "MINIRLLM_COMMAND"
@@ -49,7 +50,7 @@ BUILDERS = ThreadPoolExecutor(4, "image")
 class Docker(Sandbox):
     """See the module. `Spec.image` and `Spec.build` say of what it is made."""
 
-    images = True
+    images = streams = True
 
     def __init__(self, spec: Spec):
         super().__init__(spec)
@@ -189,14 +190,14 @@ class _Call:
     async def run(self) -> Result:
         """Until it has ended, or must be."""
         reader, self.writer = await engine.attach(self.box.host, self.id)
-        outputs = {1: bytearray(), 2: bytearray()}
-        reading = asyncio.ensure_future(engine.collect(reader, outputs, self.command.output, self.command.tail))
+        outputs = self.command.outputs()
+        reading = asyncio.ensure_future(engine.collect(reader, outputs))
         if not await asyncio.to_thread(self._placed):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reading, LAST)
-            said = bytes(outputs[1] + outputs[2]).decode(errors="replace").strip()
+            said = b"".join(map(bytes, outputs)).decode(errors="replace").strip()
             raise SandboxError(f"The command cannot be started: {said[-300:]}.")
-        feeding = asyncio.ensure_future(engine.feed(self.writer, b"go\n" + self.command.stdin))
+        feeding = asyncio.ensure_future(self._feed(self.writer))
         watching = asyncio.ensure_future(self._watch(reading))
         timed_out = False
         try:
@@ -214,9 +215,13 @@ class _Call:
                 await asyncio.wait_for(reading, LAST)
             await asyncio.gather(feeding, watching, reading, return_exceptions=True)
         flooded = reading.done() and not reading.cancelled() and reading.result()
-        kept = [bytes(outputs[stream][: self.command.output]) for stream in (1, 2)]
+        kept = [*map(bytes, outputs)]
         code, oom = await asyncio.to_thread(self._ended)
         return Result(kept[0], kept[1], 137 if timed_out or flooded else code, timed_out, oom, flooded)
+
+    async def _feed(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"go\n")
+        await feed(writer, self.command.stdin)
 
     def _placed(self) -> bool:
         """Once it has a process, put that where it can be ended with all its children. False: it has none."""

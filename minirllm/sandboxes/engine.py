@@ -23,6 +23,7 @@ import docker
 from docker.errors import APIError, DockerException, NotFound
 
 from minirllm.errors import SandboxError
+from minirllm.sandboxes.pipes import Kept
 
 OWNER, SNAPSHOT = "minirllm.owner", "minirllm.snapshot"  # labels
 _building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -53,28 +54,17 @@ async def attach(host: str, id: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-async def collect(reader: asyncio.StreamReader, outputs: dict[int, bytearray], limit: int, tail: bool) -> bool:
-    """Read both outputs until they end, or one is over the limit: True. With `tail` keep so many of the last bytes."""
+async def collect(reader: asyncio.StreamReader, outputs: tuple[Kept, Kept]) -> bool:
+    """Read both outputs until they end, or one is over its limit: True."""
     with contextlib.suppress(asyncio.IncompleteReadError, OSError):
         while True:
             stream, size = struct.unpack(">BxxxL", await reader.readexactly(8))
             while size > 0:
                 piece = await reader.readexactly(min(size, 2**16))
                 size -= len(piece)
-                kept = outputs[2 if stream == 2 else 1]
-                kept += piece
-                if tail:
-                    del kept[:-limit]
-                elif any(len(one) > limit for one in outputs.values()):
+                if not await outputs[stream == 2].take(piece):
                     return True
     return False
-
-
-async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        writer.write(data)
-        await writer.drain()
-        writer.write_eof()
 
 
 class told(contextlib.AbstractContextManager[None]):

@@ -70,6 +70,7 @@ ENV = {"PATH": "/usr/local/bin:/usr/bin:/usr/local/sbin:/usr/sbin:/bin", "HOME":
 class Local(Sandbox):
     """See the module."""
 
+    streams = True
     proven = False  # that it works here: tried once in a process
 
     def __init__(self, spec: Spec):
@@ -206,7 +207,7 @@ class Local(Sandbox):
             try:
                 if self.spec.forward:
                     await call.connect(forward)
-                ended = await communicate(process, command.stdin, command.output, command.timeout, command.tail)
+                ended = await communicate(process, command.stdin, command.outputs(), command.timeout)
             finally:
                 await to_end(call.end)
                 if process.returncode is None:  # without a group

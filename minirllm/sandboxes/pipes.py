@@ -1,15 +1,40 @@
-"""Talking to a program: all of its input, its output up to a limit, until it ends, floods or is out of time.
+"""Talking to a program: its input, its output up to a limit, until it ends, floods or is out of time.
 
-Owns: `communicate`, `gone`. Does not know: sandboxes, how a program is ended.
+Owns: `communicate`, `gone`, `feed`, what is kept of an output. Does not know: sandboxes, how a program is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 
 PIECE = 2**16
+Input = bytes | AsyncIterable[bytes]  # whole, or piece by piece
+Sink = Callable[[bytes], Awaitable[None]]
+
+
+class Kept:
+    """What is kept of an output: `limit` bytes, the last ones with `tail`. With a `sink` so many go there instead."""
+
+    def __init__(self, limit: int, tail: bool = False, sink: Sink | None = None):
+        self.limit, self.tail, self.sink = limit, tail, sink
+        self.count, self.bytes = 0, bytearray()
+
+    async def take(self, piece: bytes) -> bool:
+        """False: that was more than may be."""
+        self.count += len(piece)
+        if self.sink is not None:
+            await self.sink(piece)
+        else:
+            self.bytes += piece
+            if self.tail:
+                del self.bytes[: -self.limit]
+        return self.tail or self.count <= self.limit
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.bytes[: self.limit])
 
 
 @dataclass
@@ -23,22 +48,20 @@ class Ended:
 
 
 async def communicate(
-    process: asyncio.subprocess.Process, stdin: bytes, limit: int, timeout: float, tail: bool = False
+    process: asyncio.subprocess.Process, stdin: Input, outputs: tuple[Kept, Kept], timeout: float
 ) -> Ended:
     """Until the program has ended, was silent for good, or must be ended, which is then the caller's to do.
 
     A program that closes its outputs has not ended; one that has ended may have left its outputs open.
     """
+    assert process.stdin is not None, "it was started with pipes"
     assert process.stdout is not None, "it was started with pipes"
     assert process.stderr is not None, "it was started with pipes"
-    outputs, ended = (bytearray(), bytearray()), Ended()
+    ended = Ended()
 
-    async def collect(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    async def collect(stream: asyncio.StreamReader, kept: Kept) -> None:
         while piece := await stream.read(PIECE):
-            kept += piece
-            if tail:
-                del kept[:-limit]
-            elif len(kept) > limit:
+            if not await kept.take(piece):
                 ended.flooded = True
                 return
 
@@ -46,7 +69,7 @@ async def communicate(
         asyncio.ensure_future(collect(stream, kept))
         for stream, kept in zip((process.stdout, process.stderr), outputs, strict=True)
     ]
-    feeder, waiter = asyncio.ensure_future(_feed(process, stdin)), asyncio.ensure_future(process.wait())
+    feeder, waiter = asyncio.ensure_future(feed(process.stdin, stdin)), asyncio.ensure_future(process.wait())
     try:
         async with asyncio.timeout(timeout):
             while not waiter.done() and not ended.flooded:
@@ -60,7 +83,7 @@ async def communicate(
         for task in (*readers, feeder, waiter):
             task.cancel()
         await asyncio.gather(*readers, feeder, waiter, return_exceptions=True)
-    ended.stdout, ended.stderr = (bytes(kept[:limit]) for kept in outputs)
+    ended.stdout, ended.stderr = map(bytes, outputs)
     return ended
 
 
@@ -78,9 +101,14 @@ async def gone(process: asyncio.subprocess.Process) -> int:
     return code
 
 
-async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
-    assert process.stdin is not None, "it was started with pipes"
+async def feed(writer: asyncio.StreamWriter, data: Input) -> None:
+    """Write all of it, and that this was all; as much as is read."""
     with contextlib.suppress(OSError):
-        process.stdin.write(stdin)
-        await process.stdin.drain()
-    process.stdin.close()
+        if isinstance(data, bytes):
+            writer.write(data)
+            await writer.drain()
+        else:
+            async for piece in data:
+                writer.write(piece)
+                await writer.drain()
+        writer.write_eof()

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 class Unsafe(Sandbox):
     """See the module. `work` is a folder of this machine; absolute paths are this machine's, too."""
 
+    streams = True
+
     async def start(self) -> None:
         """See `Sandbox.start`."""
         if self.spec.forward or self.spec.binds:
@@ -71,7 +73,7 @@ class Unsafe(Sandbox):
         except (OSError, ValueError) as error:
             raise SandboxError(f"The command cannot be started: {error}.") from None
         try:
-            ended = await communicate(process, command.stdin, command.output, command.timeout, command.tail)
+            ended = await communicate(process, command.stdin, command.outputs(), command.timeout)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
