@@ -213,3 +213,13 @@ async def test_a_transfer_that_is_cancelled_or_fails_leaves_no_thread(tmp_path: 
     assert {type(one) for one in ended} == {asyncio.CancelledError}
     await asyncio.sleep(0.1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("unpack") and thread.is_alive()]
+
+
+async def test_a_sandbox_that_does_not_stream_has_trees_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with create("local-unsafe") as box:
+        monkeypatch.setattr(box, "streams", False)
+        (tmp_path / "source").mkdir()
+        (tmp_path / "source" / "file").write_bytes(b"x" * MIB)
+        await box.upload(tmp_path / "source", "tree")
+        await box.download("tree", tmp_path / "back")
+    assert (tmp_path / "back" / "file").read_bytes() == b"x" * MIB

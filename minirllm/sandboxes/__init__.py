@@ -15,7 +15,7 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, TypeVar
 
@@ -157,27 +157,31 @@ class Sandbox(ABC):
         argv: Sequence[str],
         *,
         timeout: float,
-        stdin: Input = b"",
+        stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
         tail: bool = False,
-        sink: Sink | None = None,
     ) -> Result:
         """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
         the sandbox's own, never this process's; `output` overrides the limit, and with `tail` so many of the last bytes
-        are kept, however many there were; stdout goes to the `sink`, if there is one, and is not kept. Raises
-        SandboxError when the sandbox itself fails or `cwd` is no folder, never for what programs do: where one has
-        removed the folder that commands begin in unless told otherwise, the next has exit code 125."""
+        are kept, however many there were. Raises SandboxError when the sandbox itself fails or `cwd` is no folder,
+        never for what programs do: where one has removed the folder that commands begin in unless told otherwise, the
+        next has exit code 125."""
+        limit = output or self.spec.limits.output
+        return await self._carry(Command(tuple(argv), env or {}, cwd, stdin, timeout, limit, tail))
+
+    async def _carry(self, command: Command) -> Result:
+        """`carry_out`, of what can be started, with all variables, and whole where the sandbox does not stream."""
         if not self.running:
             raise SandboxError("The sandbox is closed.")
-        variables = {**self.variables, **self.spec.env, **(env or {})}
-        _check(argv, variables, cwd or "")
-        limit = output or self.spec.limits.output
+        command = replace(command, env={**self.variables, **self.spec.env, **command.env})
+        _check(command.argv, command.env, command.cwd or "")
         if self.streams:
-            return await self.carry_out(Command(tuple(argv), variables, cwd, stdin, timeout, limit, tail, sink))
+            return await self.carry_out(command)
+        stdin, sink = command.stdin, command.sink
         given = stdin if isinstance(stdin, bytes) else b"".join([piece async for piece in stdin])
-        done = await self.carry_out(Command(tuple(argv), variables, cwd, given, timeout, limit, tail))
+        done = await self.carry_out(replace(command, stdin=given, sink=None))
         if sink is not None:
             await sink(done.raw_stdout)
         return done
@@ -231,7 +235,8 @@ class Sandbox(ABC):
     ) -> bytes:
         """The output of a script of which $1 is `path`."""
         argv = (BASH, "-c", script, "_", str(self._absolute(path)))
-        done = await self.execute(argv, timeout=FILE_SECONDS, stdin=stdin, cwd="/", output=output, sink=sink)
+        limit = output or self.spec.limits.output
+        done = await self._carry(Command(argv, {}, "/", stdin, FILE_SECONDS, limit, False, sink))
         if done.exit_code or done.timed_out or done.flooded:
             why = done.stderr.strip() or ("it is too large" if done.flooded else f"exit code {done.exit_code}")
             raise SandboxError(f"{path} in the sandbox: {why}.")
