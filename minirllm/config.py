@@ -76,6 +76,12 @@ class Config:
     clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
     dual_clip: float = option(0.0, "a bad token costs at most so many times its advantage (0 = off, else above 1)", 0.0)
+    correction: Literal["auto", "off", "token", "sequence", "mask"] = option(
+        "auto",
+        "weight of what another policy sampled, up to correction_cap: each token's, or its trajectory's (sequence), or "
+        "none beyond the cap (mask); auto: off",
+    )
+    correction_cap: float = option(2.0, "largest weight of a correction; mask: also the smallest, 1 / cap", 1.0)
     kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)
     kl_estimator: Literal["k3", "k2"] = option("k3", "per token, d = reference - logprob: e^d - d - 1, or d^2 / 2")
     overlong_buffer: int = option(0, "a reward falls by up to 1 over the last so many of max_tokens (0 = off)", 0)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from minirllm import exactness, tree
-from minirllm.algorithms import Algorithm, Tokens, roles
+from minirllm.algorithms import Algorithm, Tokens, objective, roles
 from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.engines.sampling import effective_temperature
@@ -47,24 +47,12 @@ def learning_rate(step: int, config: Config) -> float:
     return config.lr * factor[config.lr_schedule]
 
 
-def validate(config: Config) -> None:
-    """Raises ConfigError for options of the loss that have no effect with the others."""
-    if config.kl_beta == 0 and config.kl_estimator != Config.kl_estimator:
-        raise ConfigError("kl_estimator has no effect with kl_beta = 0: set kl_beta, or leave kl_estimator out.")
-    if 0 < config.dual_clip <= 1:
-        raise ConfigError(f"dual_clip must be above 1, or 0 for off, got {config.dual_clip:g}.")
-    if config.overlong_buffer > config.max_tokens:
-        raise ConfigError(
-            f"overlong_buffer is a part of max_tokens = {config.max_tokens}, got {config.overlong_buffer}: lower it."
-        )
-
-
 class Trainer:
     """Updates `policy` in place. `step` counts calls of `update`, skipped ones included; the schedule follows it."""
 
     def __init__(self, policy: Policy, config: Config, algorithm: Algorithm, dump_folder: Path | None = None):
         """`dump_folder` receives the batch of a skipped step. ConfigError when the algorithm refuses the options."""
-        validate(config)
+        objective.validate(config)
         algorithm.validate(config)
         if effective_temperature(config.temperature) == 0:
             raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
@@ -87,8 +75,9 @@ class Trainer:
         rate = learning_rate(self.step, self.config)
         self.step += 1
         version, passes = self.policy.version + 1, list[dict[str, float]]()
+        proximal = await self._proximal(batch.forests)
         while batch.forests and len(passes) < self.config.inner_epochs and not self.problem:
-            passes.append(await self._pass(batch, rate, version))
+            passes.append(await self._pass(list(zip(batch.forests, proximal, strict=True)), rate, version))
         if self.problem and self.dump_folder is not None:
             path = self.dump_folder / f"skipped_step_{self.step:06d}.json"
             await asyncio.to_thread(dump, batch.forests, path)
@@ -103,6 +92,17 @@ class Trainer:
         }
         return metrics
 
+    async def _proximal(self, forests: Sequence[Forest]) -> Sequence[torch.Tensor | None]:
+        """Log-probabilities ``[T]`` under the weights as the update begins, where a correction needs them kept: in one
+        pass the weights do not move before the last of these forests has been seen."""
+        if objective.correction(self.config) == "off" or self.config.inner_epochs == 1:
+            return [None] * len(forests)
+        return [await self.policy.run(self._score, forest) for forest in forests]
+
+    @torch.no_grad()
+    def _score(self, forest: Forest) -> torch.Tensor:
+        return self.policy.score(forest)[0]
+
     async def measure(self, forests: Sequence[Forest]) -> float:
         """The loss of these micro-batches under the weights as they are; nothing is learned."""
         return sum([await self.policy.run(self._measure, forest) for forest in forests])
@@ -111,23 +111,25 @@ class Trainer:
         with torch.no_grad():
             return self._loss(forest)[0].item()
 
-    async def _pass(self, batch: Batch, rate: float, version: int) -> dict[str, float]:
-        """One optimizer step on the whole batch, and its metrics."""
+    async def _pass(
+        self, micro_batches: Sequence[tuple[Forest, torch.Tensor | None]], rate: float, version: int
+    ) -> dict[str, float]:
+        """One optimizer step on these forests, each with its proximal log-probabilities, and its metrics."""
         sums: dict[str, float] = {}
         try:
-            for forest in batch.forests:
-                _add(sums, await self.policy.run(self._accumulate, forest))
+            for forest, proximal_T in micro_batches:
+                _add(sums, await self.policy.run(self._accumulate, forest, proximal_T))
             norm = await self.policy.run(self._apply, rate, sums["loss"], version)
         finally:
             await self.policy.run(self.optimizer.zero_grad)
         return {**_means(sums), "grad_norm": norm}
 
-    def _accumulate(self, forest: Forest) -> dict[str, float]:
+    def _accumulate(self, forest: Forest, proximal_T: torch.Tensor | None = None) -> dict[str, float]:
         """Forward and backward of one micro-batch; gradients add up. Returns sums over its trained tokens."""
         checkpointing = _gradient_checkpointing(self.policy.model, self.config.gradient_checkpointing)
         promised = self.policy.level != "off" or self.policy.device.type == "cpu"  # where it costs nothing
         with exactness.ordered(promised), checkpointing, torch.enable_grad():
-            loss, tokens, per_token = self._loss(forest)
+            loss, tokens, per_token = self._loss(forest, proximal_T)
             loss.backward()
         sums = {name: values_N.sum(dtype=torch.float64).item() for name, values_N in per_token.items()}
         difference_N = (tokens.logprob_N.detach() - tokens.old_N).double()  # trainer minus sampler
@@ -144,17 +146,17 @@ class Trainer:
             "tokens": float(len(difference_N)),
         }
 
-    def _loss(self, forest: Forest) -> tuple[torch.Tensor, Tokens, dict[str, torch.Tensor]]:
+    def _loss(
+        self, forest: Forest, proximal_T: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tokens, dict[str, torch.Tensor]]:
         """The loss of a micro-batch, the tokens that it is of, and values per token for the metrics."""
         at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
-        columns = (forest.logprob_T, forest.advantage_T, forest.weight_T, forest.sequence_T, forest.role_T)
-        old_N, advantage_N, weight_N, sequence_N, role_N = (
-            torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns
-        )
+        columns = (forest.logprob_T, forest.advantage_T, forest.sequence_T, forest.role_T, forest.weight_T)
+        *known, weight_N = (torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns)
         reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
         logprob_T, entropy_T = self.policy.score(forest)
-        tokens = Tokens(logprob_T[at_N], old_N, advantage_N, sequence_N, role_N, reference_N)
-        loss_N, per_token = self.algorithm.loss(tokens, self.config)
+        proximal_N, tokens = None if proximal_T is None else proximal_T[at_N], Tokens(logprob_T[at_N], *known)
+        loss_N, per_token = objective.loss(self.algorithm, tokens, self.config, proximal_N, reference_N)
         return (weight_N.double() * loss_N).sum(), tokens, {**per_token, "entropy": entropy_T[at_N]}
 
     def _apply(self, rate: float, loss: float, version: int) -> float:

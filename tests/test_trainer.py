@@ -13,7 +13,7 @@ from minirllm.algorithms import create
 from minirllm.batch import build
 from minirllm.config import Config
 from minirllm.errors import ConfigError
-from minirllm.trainer import Trainer, validate
+from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Step, Trajectory
 from tests.sampled import TEMPERATURE, accumulate, lone_logprobs, plain_loss, relative, sampled_group
@@ -93,19 +93,6 @@ async def test_update_moves_the_weights_towards_reward_and_counts_up(make_policy
     assert metrics["entropy"] > 0
     assert metrics["grad_norm"] > 0
     assert metrics["lr"] == 1e-2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kl_estimator": "k2"}, "kl_estimator has no effect with kl_beta = 0"),
-        ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for off"),
-        ({"overlong_buffer": 500, "max_tokens": 256}, "overlong_buffer is a part of max_tokens = 256, got 500"),
-    ],
-)
-def test_options_of_the_loss_without_effect_are_refused(options: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        validate(Config(**options))
 
 
 async def test_a_step_that_is_not_finite_is_skipped_dumped_and_said(make_policy, tmp_path):

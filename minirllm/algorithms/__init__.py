@@ -1,7 +1,8 @@
 """Algorithms: rewards of groups in, advantages and a loss per token out. Pick one by name, or as ``module:attr``.
 
-Owns: the protocol, the name table, and the pieces that algorithms share (group baseline, PPO clip, KL estimate); each
-exists once, here. Does not know: models, trees, batches, how the loss per token is aggregated (batch.py).
+Owns: the protocol, the name table, and the pieces that algorithms share (group baseline, PPO clip); each exists once,
+here. Does not know: models, trees, batches, what is added to an algorithm's loss (objective.py), how the loss per token
+is aggregated (batch.py).
 
 Legend: G trajectories of one group, N trained tokens of a micro-batch. Value n is about token n.
 """
@@ -32,11 +33,10 @@ class Tokens:
     """What a loss is a function of. Only `logprob_N` carries a gradient."""
 
     logprob_N: torch.Tensor  # log p(token) of the policy now
-    old_N: torch.Tensor  # as the sampler captured it
+    old_N: torch.Tensor  # as the sampler captured it; with a correction, of the policy as the update began
     advantage_N: torch.Tensor
     sequence_N: torch.Tensor  # int64: which trajectory of the batch
     role_N: torch.Tensor  # int64: whose algorithm it has (roles.py)
-    reference_N: torch.Tensor | None = None  # of the frozen base model; given exactly when ``config.kl_beta > 0``
 
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # of each token [N], and values per token [N] for the metrics
@@ -119,8 +119,8 @@ def centred(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def clipped(tokens: Tokens, config: Config) -> Loss:
-    """The clipped surrogate at the ratio of each token, plus the KL: the loss of GRPO and its kin."""
-    return add_kl(*clipped_surrogate(torch.exp(tokens.logprob_N - tokens.old_N), tokens, config), tokens, config)
+    """The clipped surrogate at the ratio of each token: the loss of GRPO and its kin."""
+    return clipped_surrogate(torch.exp(tokens.logprob_N - tokens.old_N), tokens, config)
 
 
 def clipped_surrogate(ratio_N: torch.Tensor, tokens: Tokens, config: Config) -> Loss:
@@ -142,23 +142,7 @@ def clipped_surrogate(ratio_N: torch.Tensor, tokens: Tokens, config: Config) -> 
     return -gain_N, metrics
 
 
-def add_kl(loss_N: torch.Tensor, metrics: dict[str, torch.Tensor], tokens: Tokens, config: Config) -> Loss:
-    """Adds ``kl_beta`` times an estimate of KL(policy || reference) per token. Without a reference nothing changes.
-
-    With d = reference - logprob: k3 is ``e^d - d - 1``, never negative and unbiased (arXiv 2402.03300, eq. 4); k2 is
-    ``d^2 / 2``, biased, and its gradient is that of the true KL. (The gradient of k1 = -d is zero on average: as a
-    loss it teaches nothing.)
-    """
-    if tokens.reference_N is None:
-        return loss_N, metrics
-    difference_N = tokens.reference_N - tokens.logprob_N
-    kl_N = difference_N.square() / 2 if config.kl_estimator == "k2" else torch.exp(difference_N) - difference_N - 1
-    return loss_N + config.kl_beta * kl_N, {**metrics, "kl_reference": kl_N.detach()}
-
-
-def per_sequence_mean(value_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """For each token the mean of `value_N` over the tokens of its trajectory, ``[N]``."""
-    count = int(tokens.sequence_N.max()) + 1 if len(value_N) else 0
-    sum_S = value_N.new_zeros(count).index_add(0, tokens.sequence_N, value_N)
-    length_S = torch.bincount(tokens.sequence_N, minlength=count)
-    return (sum_S / length_S)[tokens.sequence_N]
+def per_sequence_sum(value_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
+    """For each token the sum of `value_N` over the tokens of its trajectory, ``[N]``."""
+    count = int(sequence_N.max()) + 1 if len(value_N) else 0
+    return value_N.new_zeros(count).index_add(0, sequence_N, value_N)[sequence_N]

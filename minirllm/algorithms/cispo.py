@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minirllm.algorithms import Loss, Tokens, add_kl, refuse, require_group
+from minirllm.algorithms import Loss, Tokens, refuse, require_group
 from minirllm.algorithms.grpo import GRPO
 from minirllm.config import Config
 
@@ -21,8 +21,8 @@ class CISPO(GRPO):
         refuse("cispo", config, "dual_clip")
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """``-clip(r, 1 - clip_low, 1 + clip_high) A log p(token)``, r without a gradient, plus the KL (eq. 4-5)."""
+        """``-clip(r, 1 - clip_low, 1 + clip_high) A log p(token)``, r without a gradient (eq. 4-5)."""
         ratio_N = torch.exp(tokens.logprob_N.detach() - tokens.old_N)
         weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
         metrics = {"clip_fraction": (weight_N != ratio_N).float()}
-        return add_kl(-weight_N * tokens.advantage_N * tokens.logprob_N, metrics, tokens, config)
+        return -weight_N * tokens.advantage_N * tokens.logprob_N, metrics

@@ -32,5 +32,5 @@ class DrGRPO:
         return [centred(group.rewards_G) for group in groups]
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """The clipped surrogate plus ``kl_beta`` times the KL to the base model."""
+        """The clipped surrogate."""
         return clipped(tokens, config)

@@ -28,5 +28,5 @@ class GRPO:
         return [centred(group.rewards_G) / scale for group, scale in zip(groups, scales, strict=True)]
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """The clipped surrogate plus ``kl_beta`` times the KL to the base model."""
+        """The clipped surrogate."""
         return clipped(tokens, config)

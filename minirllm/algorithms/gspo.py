@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minirllm.algorithms import Loss, Tokens, add_kl, clipped_surrogate, per_sequence_mean, require_group
+from minirllm.algorithms import Loss, Tokens, clipped_surrogate, per_sequence_sum, require_group
 from minirllm.algorithms.grpo import GRPO
 from minirllm.config import Config
 from minirllm.errors import ConfigError
@@ -23,12 +23,13 @@ class GSPO(GRPO):
             raise ConfigError("gspo needs all tokens of a trajectory side by side: set packing = forest.")
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """The clipped surrogate at ``s = exp(mean over the trajectory of logprob - old)``, plus the KL.
+        """The clipped surrogate at ``s = exp(mean over the trajectory of logprob - old)``.
 
         As in the paper's GSPO-token (eq. 13-15): token n has the value of s and the gradient of ``s log p(n)``; with
         ``loss_aggregation = sequence`` the sum over a trajectory is GSPO's own objective (eq. 5). Its clip bounds are
         far tighter than PPO's (the paper: 3e-4 below, 4e-4 above).
         """
-        sequence_N = torch.exp(per_sequence_mean(tokens.logprob_N.detach() - tokens.old_N, tokens))
+        gap_N = per_sequence_sum(tokens.logprob_N.detach() - tokens.old_N, tokens.sequence_N)
+        sequence_N = torch.exp(gap_N / per_sequence_sum(torch.ones_like(gap_N), tokens.sequence_N))
         ratio_N = sequence_N * torch.exp(tokens.logprob_N - tokens.logprob_N.detach())
-        return add_kl(*clipped_surrogate(ratio_N, tokens, config), tokens, config)
+        return clipped_surrogate(ratio_N, tokens, config)

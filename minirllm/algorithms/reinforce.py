@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, add_kl, refuse
+from minirllm.algorithms import Group, Loss, Tokens, refuse
 from minirllm.config import Config
 
 
@@ -25,5 +25,5 @@ class REINFORCE:
         return [np.asarray(group.rewards_G, dtype=np.float64) for group in groups]
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """``-A log p(token)`` plus ``kl_beta`` times the KL; gradient ``-A grad log p``, the ratio unused."""
-        return add_kl(-tokens.advantage_N * tokens.logprob_N, {}, tokens, config)
+        """``-A log p(token)``; gradient ``-A grad log p``, the ratio unused."""
+        return -tokens.advantage_N * tokens.logprob_N, {}

@@ -27,7 +27,7 @@ class ReinforcePP:
         return whitened([group.rewards_G for group in groups], groups)
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """The clipped surrogate plus ``kl_beta`` times the KL to the base model."""
+        """The clipped surrogate."""
         return clipped(tokens, config)
 
 

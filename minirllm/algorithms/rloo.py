@@ -27,5 +27,5 @@ class RLOO:
         return [centred(group.rewards_G) * (G / max(1, G - 1)) for group, G in zip(groups, sizes, strict=True)]
 
     def loss(self, tokens: Tokens, config: Config) -> Loss:
-        """The clipped surrogate, at ratio 1 the policy gradient, plus ``kl_beta`` times the KL to the base model."""
+        """The clipped surrogate, at ratio 1 the policy gradient."""
         return clipped(tokens, config)
