@@ -6,7 +6,8 @@ trajectories are compared and how (grouping.py).
 The ledger balances: every sampled token is trained on once, or discarded for a reason that `Batch.fate` names and the
 metrics count. A token to be trained on that no call on record explains raises LedgerError before anything is learned.
 
-The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. A group
+The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. With
+``mini_batches`` there are several optimizer steps, each on some of the tasks, and "batch" below is such a part. A group
 whose advantages are all zero teaches nothing: it is counted, takes no compute, and does not enter the totals that
 weights are divided by (with ``kl_beta > 0`` it stays: its tokens still carry the KL gradient). By ``loss_aggregation``
 the weight of a token is
@@ -38,12 +39,17 @@ from minirllm.types import Episode, Step
 
 @dataclass
 class Batch:
-    """What one update learns from: `forests` are the micro-batches; `metrics` says what was used, what not, and why."""
+    """What one update learns from: `metrics` says what was used, what not, and why."""
 
-    forests: list[Forest] = field(default_factory=list)
+    parts: list[list[Forest]] = field(default_factory=list)  # the micro-batches of each optimizer step of an epoch
     metrics: dict[str, float] = field(default_factory=dict)
     members: dict[tuple[str, str], Member] = field(default_factory=dict)  # by episode id and call id
     auxiliary: set[tuple[str, str]] = field(default_factory=set)  # episode id and call id of side calls
+
+    @property
+    def forests(self) -> list[Forest]:
+        """All micro-batches, in order."""
+        return [forest for part in self.parts for forest in part]
 
     def fate(self, episode: Episode, node: Node) -> str:
         """What becomes of the tokens of a sampled node: "trained", or why they are discarded."""
@@ -67,12 +73,15 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     trained on that cannot be traced to a call on record, these weights and a finite logprob.
     """
     batch = select(episodes, config, algorithm)
-    by_task: dict[str, dict[int, list[Member]]] = {}  # and by rollout
-    for member in _trained(batch):
-        rollouts = by_task.setdefault(member.episode.task_id, {})
-        rollouts.setdefault(id(member.episode), []).append(member)
-    forests = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
-    batch.forests = pack(forests, config)
+    forests = list[Forest]()
+    for part in _parts(_trained(batch), config):
+        by_task: dict[str, dict[int, list[Member]]] = {}  # and by rollout
+        for member in part:
+            rollouts = by_task.setdefault(member.episode.task_id, {})
+            rollouts.setdefault(id(member.episode), []).append(member)
+        own = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
+        batch.parts.append(pack(own, config))
+        forests += own
     trained, total = batch.metrics["trained_tokens"], sum(map(len, batch.forests))
     assert trained == sum(int(forest.trained_T.sum()) for forest in batch.forests), "the ledger balances"
     batch.metrics |= {
@@ -93,7 +102,8 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     every = [m for episode in episodes if episode.reward is not None for m in members(episode, config)]
     learned, counts = compare(every, config, algorithm)
     batch.metrics |= counts
-    _weigh(learned, config)
+    for part in _parts(learned, config):
+        _weigh(part, config)
     batch.members = {(m.episode.id, call): m for m in every for call in m.calls}
     fates = Counter({"retried": sum(int(episode.metrics.get("retried_tokens", 0)) for episode in episodes)})
     for episode in episodes:
@@ -115,6 +125,16 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
 def _trained(batch: Batch) -> list[Member]:
     """The members that the update learns from, each once."""
     return list({id(member): member for member in batch.members.values() if member.weight}.values())
+
+
+def _parts(members: Sequence[Member], config: Config) -> list[list[Member]]:
+    """Those of each optimizer step: whole tasks, by task id, in shares as even as they can be."""
+    tasks = sorted({member.episode.task_id for member in members})
+    count = min(config.mini_batches, len(tasks))
+    return [
+        [member for member in members if member.episode.task_id in share]
+        for share in (set(tasks[k * len(tasks) // count : (k + 1) * len(tasks) // count]) for k in range(count))
+    ]
 
 
 def _reread(episode: Episode) -> int:

@@ -71,7 +71,8 @@ class Config:
         "grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, or module:attr",
     )
     roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
-    inner_epochs: int = option(1, "optimizer steps on each batch; from the second on the ratio leaves 1", 1)
+    inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
+    mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")
     clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)

@@ -190,7 +190,7 @@ async def _loop(
             return row
         began = time.perf_counter()
         forests = micro_batches(schedule(trees, config, step), config)
-        metrics = await trainer.update(Batch(forests))
+        metrics = await trainer.update(Batch([forests]))
         row = {
             "step": step,
             **{name: value for name, value in metrics.items() if not name.startswith(NOT_OURS)},

@@ -34,6 +34,7 @@ from minirllm.types import Completion
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's customary values
 MOVED = ("clip_fraction", "dual_clip_fraction", "effective_sample", "kl_reference", "loss", "ratio_max", "ratio_off")
+MicroBatch = tuple[Forest, torch.Tensor | None]  # and log-probabilities [T] of the policy as the update began
 STATE = ("step", "exp_avg", "exp_avg_sq")  # what torch keeps of a parameter, once it had a gradient: count, two means
 
 
@@ -65,7 +66,7 @@ class Trainer:
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:
-        """``inner_epochs`` optimizer steps, each on the whole batch; ``policy.version`` rises by one.
+        """``inner_epochs`` times ``mini_batches`` optimizer steps; ``policy.version`` rises by one.
 
         The version stays when the weights stay: nothing to learn from, or (``skipped`` = 1, `problem` says why) a loss
         or gradient that is not finite. Metrics are means over trained tokens unless named otherwise, and of the first
@@ -75,9 +76,9 @@ class Trainer:
         rate = learning_rate(self.step, self.config)
         self.step += 1
         version, passes = self.policy.version + 1, list[dict[str, float]]()
-        proximal = await self._proximal(batch.forests)
-        while batch.forests and len(passes) < self.config.inner_epochs and not self.problem:
-            passes.append(await self._pass(list(zip(batch.forests, proximal, strict=True)), rate, version))
+        for part in await self._steps(batch):
+            if not self.problem:
+                passes.append(await self._pass(part, rate, version))
         if self.problem and self.dump_folder is not None:
             path = self.dump_folder / f"skipped_step_{self.step:06d}.json"
             await asyncio.to_thread(dump, batch.forests, path)
@@ -92,12 +93,13 @@ class Trainer:
         }
         return metrics
 
-    async def _proximal(self, forests: Sequence[Forest]) -> Sequence[torch.Tensor | None]:
-        """Log-probabilities ``[T]`` under the weights as the update begins, where a correction needs them kept: in one
-        pass the weights do not move before the last of these forests has been seen."""
-        if objective.correction(self.config) == "off" or self.config.inner_epochs == 1:
-            return [None] * len(forests)
-        return [await self.policy.run(self._score, forest) for forest in forests]
+    async def _steps(self, batch: Batch) -> list[list[MicroBatch]]:
+        """The micro-batches of each optimizer step, with log-probabilities under the weights as the update begins where
+        a correction needs them: before the one step of an update the weights have not moved."""
+        count = len(batch.parts) * self.config.inner_epochs
+        kept = count > 1 and objective.correction(self.config) != "off"
+        parts = [[(f, await self.policy.run(self._score, f) if kept else None) for f in part] for part in batch.parts]
+        return parts * self.config.inner_epochs
 
     @torch.no_grad()
     def _score(self, forest: Forest) -> torch.Tensor:
@@ -111,10 +113,8 @@ class Trainer:
         with torch.no_grad():
             return self._loss(forest)[0].item()
 
-    async def _pass(
-        self, micro_batches: Sequence[tuple[Forest, torch.Tensor | None]], rate: float, version: int
-    ) -> dict[str, float]:
-        """One optimizer step on these forests, each with its proximal log-probabilities, and its metrics."""
+    async def _pass(self, micro_batches: Sequence[MicroBatch], rate: float, version: int) -> dict[str, float]:
+        """One optimizer step, and its metrics."""
         sums: dict[str, float] = {}
         try:
             for forest, proximal_T in micro_batches:

@@ -95,6 +95,7 @@ def test_a_correction_weighs_the_policy_gradient_and_not_the_kl():
         ({"kl_estimator": "k2"}, "kl_estimator has no effect with kl_beta = 0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for off"),
         ({"overlong_buffer": 500, "max_tokens": 256}, "overlong_buffer is a part of max_tokens = 256, got 500"),
+        ({"mini_batches": 9}, "of which batch_size = 8 gives a step no more, got 9"),
         ({"correction_cap": 3.0}, "correction_cap has no effect with correction = auto"),
         ({"correction_cap": 3.0, "correction": "off"}, "correction_cap has no effect with correction = off"),
         ({"correction": "sequence", "packing": "paths"}, "correction = sequence needs all tokens of a trajectory"),

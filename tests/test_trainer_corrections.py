@@ -47,7 +47,7 @@ async def gaps(policy):
     """Answers of before an update, against the gradient of answers of after it: (distance by algorithm and correction,
     mean change of a log-probability)."""
     stale = every_answer(policy)
-    await Trainer(policy, policy.config, create("reinforce")).update(Batch([stale]))
+    await Trainer(policy, policy.config, create("reinforce")).update(Batch([[stale]]))
     now = every_answer(policy)
     wanted, at = gradient(policy, now, "reinforce"), now.trained_T
     assert stale.token_T.tolist() == now.token_T.tolist()
@@ -92,6 +92,18 @@ async def test_what_the_same_weights_sampled_needs_no_correction(make_policy, ep
         assert ("correction" in metrics) == (kind != "off")
         ended[kind] = policy.weights_sha256()
     assert len(set(ended.values())) == 1
+
+
+async def test_with_mini_batches_the_proximal_policy_is_that_of_before_the_first(make_policy):
+    """The second part's ratio has moved with the first part's step, and its weight has not."""
+    policy = await asyncio.to_thread(make_policy, lora_rank=4, lr=1e-2, mini_batches=2, correction="token")
+    episodes = [e for name in "ab" for e in sampled_group(policy, [1.0, 0.0], off=-0.3, task=name)]
+    batch = build(episodes, policy.config, create("grpo"), 0)
+    trainer, weights, original = Trainer(policy, policy.config, create("grpo")), [], Trainer._accumulate
+    trainer._accumulate = lambda *given: weights.append(original(trainer, *given)) or weights[-1]
+    metrics = await trainer.update(batch)
+    assert [w["correction"] / w["tokens"] for w in weights] == pytest.approx([math.exp(0.3)] * 2, rel=1e-4)
+    assert metrics["clip_fraction"] == 0 < metrics["last/clip_fraction"]
 
 
 @pytest.mark.parametrize(

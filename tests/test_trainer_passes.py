@@ -9,6 +9,7 @@ import pytest
 from minirllm.algorithms import create
 from minirllm.algorithms.grpo import GRPO
 from minirllm.batch import build
+from minirllm.config import Config
 from minirllm.trainer import Trainer
 from tests.sampled import sampled_group
 
@@ -73,3 +74,34 @@ async def test_inner_epochs_are_steps_against_the_captured_logprobs(make_policy)
     again = await first.update(batch)  # a second step on the same captured logprobs is just that
     assert again["ratio_max"] == metrics["last/ratio_max"]
     assert once.weights_sha256() == twice.weights_sha256()
+
+
+async def test_mini_batches_are_steps_on_whole_tasks_each_a_mean_of_its_own(make_policy):
+    """Three tasks in two parts are two updates, of one task and of two, that both start from what was sampled."""
+    cut, alone = [await asyncio.to_thread(make_policy, lora_rank=4, lr=1e-2, mini_batches=n) for n in (2, 1)]
+    tasks = [sampled_group(cut, [1.0, 0.0, 0.5], task=name, seed=seed) for seed, name in enumerate("abc")]
+    batch = build([e for task in tasks for e in task], cut.config, create("grpo"), 0)
+    assert [len({int(i) for f in part for i in f.sequence_T[f.trained_T]}) for part in batch.parts] == [3, 6]
+    metrics = await Trainer(cut, cut.config, create("grpo")).update(batch)
+    trainer = Trainer(alone, alone.config, create("grpo"))
+    parts = [
+        build([e for task in some for e in task], alone.config, create("grpo"), 0) for some in (tasks[:1], tasks[1:])
+    ]
+    first, second = [await trainer.update(part) for part in parts]
+    assert cut.weights_sha256() == alone.weights_sha256()
+    assert (metrics["loss"], metrics["last/loss"]) == (first["loss"], second["loss"])
+    assert metrics["ratio_max"] < 1e-4 < metrics["last/ratio_max"]
+    assert cut.version == 1
+
+
+def test_every_part_of_a_batch_weighs_one_and_no_task_is_cut(make_policy):
+    policy = make_policy(lora_rank=4, micro_batch_tokens=64)
+    episodes = [e for seed, name in enumerate("abcde") for e in sampled_group(policy, [1.0, 0.0], task=name, seed=seed)]
+    episodes += sampled_group(policy, [1.0, 1.0], task="f", seed=9)  # nothing to learn from
+    for count, sizes in ((1, [10]), (2, [4, 6]), (5, [2] * 5), (7, [2] * 5)):
+        for aggregation in ("token", "sequence"):
+            config = Config(mini_batches=count, micro_batch_tokens=64, loss_aggregation=aggregation)
+            parts = build(episodes, config, create("grpo"), 0).parts
+            trained = [np.concatenate([f.sequence_T[f.trained_T] for f in part]) for part in parts]
+            assert [len(set(of.tolist())) for of in trained] == sizes
+            assert [sum(f.weight_T.sum() for f in part) for part in parts] == pytest.approx([1.0] * len(sizes))

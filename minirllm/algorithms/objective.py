@@ -51,6 +51,11 @@ def validate(config: Config) -> None:
             f"overlong_buffer is a part of max_tokens = {config.max_tokens}, got {config.overlong_buffer}: lower it.",
         ),
         (
+            config.mini_batches > config.batch_size,
+            f"mini_batches are made of whole tasks, of which batch_size = {config.batch_size} gives a step no more, "
+            f"got {config.mini_batches}: lower it.",
+        ),
+        (
             correction(config) == "off" and config.correction_cap != default.correction_cap,
             f"correction_cap has no effect with correction = {config.correction}: set correction to token, sequence "
             "or mask, or leave correction_cap out.",
