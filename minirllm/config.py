@@ -71,6 +71,10 @@ class Config:
         "grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, or module:attr",
     )
     roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
+    group_by: str = option("task", "what a group has in common: task (and name), or module:attr -> text")
+    credit: str = option("trajectory", "trajectory, returns (step rewards), gigpo (states), or module:attr")
+    discount: float = option(1.0, "credit: what a later reward is worth one call earlier", 0.0, 1.0)
+    state_weight: float = option(1.0, "gigpo: weight of the advantage among calls that saw the same state", 0.0)
     inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
     mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")

@@ -210,7 +210,7 @@ class TaskModule:
 
     def _made(self, which: str, make: Callable[[Config], Iterable[Task]], config: Config) -> list[Task]:
         where = f"{which}(config) of task {self.name}"
-        with _Users(f"{where}: ", self.path):
+        with Users(f"{where}: ", self.path):
             return check_tasks(make(config), where)
 
 
@@ -266,12 +266,12 @@ def find_name(family: str, name: str) -> Any:
     """The module of this name in ``tasks`` or ``harnesses``, or what an installed package adds under it; else None."""
     what = {"tasks": "Task", "harnesses": "Harness"}[family]
     if name.isidentifier() and _shipped(family) and importlib.util.find_spec(f"minirllm.{family}.{name}") is not None:
-        with _Users(LOADING.format(what, name)):
+        with Users(LOADING.format(what, name)):
             return importlib.import_module(f"minirllm.{family}.{name}")
     if name.isidentifier() and (CHECKOUT / family / f"{name}.py").is_file():
         return import_path(CHECKOUT / family / f"{name}.py", what)
     for entry in importlib.metadata.entry_points(group=f"minirllm.{family}", name=name):
-        with _Users(LOADING.format(what, f"{name} of {entry.value}")):
+        with Users(LOADING.format(what, f"{name} of {entry.value}")):
             return entry.load()
     return None
 
@@ -279,7 +279,7 @@ def find_name(family: str, name: str) -> Any:
 def import_name(text: str, what: str) -> Any:
     """The module ``package.module``, or its attribute ``package.module:attr``. Raises TaskError; `what` names it."""
     name, colon, attribute = text.partition(":")
-    with _Users(LOADING.format(what, name)):
+    with Users(LOADING.format(what, name)):
         module = importlib.import_module(name)
     if not colon:
         return module
@@ -301,12 +301,12 @@ def import_path(path: Path, what: str = "Task") -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    with _Users(LOADING.format(what, path), path):
+    with Users(LOADING.format(what, path), path):
         spec.loader.exec_module(module)
     return module
 
 
-class _Users:
+class Users:
     """Whatever the user's code raises inside the block becomes a TaskError: `prefix`, then what and where in `path`."""
 
     def __init__(self, prefix: str, path: Path | None = None):

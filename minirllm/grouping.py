@@ -5,20 +5,26 @@ which groups take part in the update and why not. Does not know: token trees, ho
 
 An advantage belongs to a call: one number for all of its tokens, or one for each.
 
-Legend: G trajectories of a group.
+Legend: G trajectories of a group, K calls of a trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group, roles
-from minirllm.config import Config
+from minirllm.algorithms import Algorithm, Group, credit, roles
+from minirllm.config import Config, find
+from minirllm.errors import ConfigError, UserError
+from minirllm.flow import Users
+from minirllm.store import plain
 from minirllm.types import Episode, Step, Trajectory
 
+Key = Callable[[Episode, Trajectory], str]  # those of one key are compared with each other
+KEYS = {"task": f"{__name__}:by_task"}
 Value = float | Sequence[float]  # of a call's tokens: one for all of them, or one for each
 
 
@@ -36,6 +42,12 @@ class Member:
     weight: float = 0.0  # of each of its tokens in the loss; 0: it is not trained on
     index: int = -1  # among the batch's trajectories
     role: int = 0  # whose algorithm it has
+
+
+def validate(config: Config, algorithm: Algorithm) -> None:
+    """Raises ConfigError for what `group_by` and `credit` cannot be, and for options of theirs that have no effect."""
+    key_of(config)
+    credit.validate(config, algorithm.all if isinstance(algorithm, roles.ByRole) else [algorithm])
 
 
 def members(episode: Episode, config: Config) -> list[Member]:
@@ -65,18 +77,10 @@ def _overlong(length: int, config: Config) -> float:
 def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tuple[list[Member], dict[str, float]]:
     """Sets every member's advantages, and the fate of those whose group teaches nothing. Returns the members that the
     update learns from, and the counts of groups by what became of them."""
-    by_key: dict[tuple[str, str], list[Member]] = {}
-    for member in every:
-        by_key.setdefault((member.episode.task_id, member.trajectory.name), []).append(member)
-    groups = list(by_key.values())
+    groups = _groups(every, config)
+    _share(groups, config, algorithm)
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
-    for group, advantages_G in zip(groups, _advantages(groups, config, algorithm), strict=True):
-        rewards_G = np.array([member.reward for member in group])
-        assert advantages_G.shape == rewards_G.shape, f"{advantages_G.shape} advantages for {rewards_G.shape} rewards"
-        assert np.isfinite(advantages_G).all(), f"advantages {advantages_G} of rewards {rewards_G}"
-        for member, advantage in zip(group, advantages_G.tolist(), strict=True):
-            own = {id: step.advantage for id, step in member.calls.items()}
-            member.advantages = {id: advantage if value is None else value for id, value in own.items()}
+    for group in groups:
         signal = any(np.any(value) for member in group for value in member.advantages.values())
         kinds["with_signal" if signal else _why_none(group, config)] += 1
         for member in group:
@@ -88,6 +92,9 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
         by_name.setdefault(member.trajectory.name, []).append(member.reward)
     metrics |= {f"reward/{name}": float(np.mean(rewards)) for name, rewards in by_name.items()}
     metrics |= {f"absent/{name}": 1.0 for name in roles.names(config) if every and name not in by_name}
+    if config.credit == "trajectory":  # the calls' own rewards are not looked at
+        rewarded = sum(bool(step.reward) for member in every for step in member.calls.values())
+        metrics |= {"step_rewards_unused": float(rewarded)} if rewarded else {}
     return [member for group in groups for member in group if member.tokens and member.fate == "trained"], metrics
 
 
@@ -99,18 +106,59 @@ def _why_none(group: Sequence[Member], config: Config) -> str:
     return "too_easy" if min(rewards) >= 1 else "too_hard" if max(rewards) <= 0 else "uniform"
 
 
-def _advantages(groups: list[list[Member]], config: Config, algorithm: Algorithm) -> list[np.ndarray]:
-    """Of each group; those of one trajectory name are one batch to the algorithm."""
-    found: dict[int, np.ndarray] = {}
+def key_of(config: Config) -> Key:
+    """What `group_by` names. Raises ConfigError when it names no function."""
+    key: Key = find("group_by", config.group_by, KEYS)
+    if not callable(key):
+        raise ConfigError(f"group_by {config.group_by!r} is not a function (episode, trajectory) -> text.")
+    return key
+
+
+def by_task(episode: Episode, trajectory: Trajectory) -> str:
+    """Those of one task with one name."""
+    return json.dumps([episode.task_id, trajectory.name])
+
+
+def _groups(every: Sequence[Member], config: Config) -> list[list[Member]]:
+    """In the order of their first members. Trajectories of two algorithms are never in one."""
+    key, found = key_of(config), dict[tuple[str, int], list[Member]]()
+    for member in every:
+        with Users(f"group_by {config.group_by}: "):
+            text = key(member.episode, member.trajectory)
+        if not isinstance(text, str):
+            raise UserError(f"group_by {config.group_by} must return a text, got {text!r}.")
+        found.setdefault((text, member.role), []).append(member)
+    return list(found.values())
+
+
+def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm) -> None:
+    """Sets the advantages of every member's calls. Groups of one trajectory name are one batch to the algorithm."""
+    share = credit.of(config)
     for name in {group[0].trajectory.name: None for group in groups}:
-        where = [index for index, group in enumerate(groups) if group[0].trajectory.name == name]
-        compared = [
-            Group(
-                np.array([member.reward for member in groups[i]]),
-                np.array([member.tokens for member in groups[i]], np.int64),
-                groups[i][0].role,
-            )
-            for i in where
-        ]
-        found |= dict(zip(where, algorithm.advantages(compared, config), strict=True))
-    return [found[index] for index in range(len(groups))]
+        batch = [group for group in groups if group[0].trajectory.name == name]
+        role = batch[0][0].role
+
+        def compared(values: Sequence[credit.Values], role: int = role) -> list[np.ndarray]:
+            shown = [Group(np.array(values_G), np.array(tokens_G, np.int64), role) for values_G, tokens_G in values]
+            return algorithm.advantages(shown, config)
+
+        found = share([[_path(member, config) for member in group] for group in batch], compared, config)
+        for group, advantages in zip(batch, found, strict=True):
+            for member, value_K in zip(group, advantages, strict=True):
+                assert value_K.shape == (len(member.calls),), f"{value_K} for {len(member.calls)} calls"
+                assert np.isfinite(value_K).all(), f"advantages {value_K} of reward {member.reward}"
+                member.advantages = {
+                    step.id: value if step.advantage is None else step.advantage
+                    for step, value in zip(member.calls.values(), value_K.tolist(), strict=True)
+                }
+
+
+def _path(member: Member, config: Config) -> credit.Path:
+    """What the ways of credit know of a trajectory. A call's state is the `input` of its agent, else its prompt."""
+    steps, tree = list(member.calls.values()), member.episode.tree
+    states: list[str] = []
+    if config.credit != "trajectory":
+        seen = [tree.prompt_ids(step.node) if step.input is None else plain(step.input) for step in steps]
+        states = [json.dumps(state) for state in seen]
+    rewards_K = np.array([step.reward for step in steps], np.float64)
+    return credit.Path(member.reward, rewards_K, np.array([step.response_length for step in steps], np.int64), states)

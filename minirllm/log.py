@@ -219,6 +219,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
         ]
         parts.append(", ".join(counts))
     absent = [name.removeprefix("absent/") for name in row if name.startswith("absent/")]
+    if _count(row, "step_rewards_unused"):
+        parts.append(f"{_count(row, 'step_rewards_unused')} rewards of calls not used (credit = trajectory)")
     parts += [f"no trajectory named {' or '.join(absent)}, as roles has it"] if absent else []
     parts += _ledger(row, level)
     shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))

@@ -1,6 +1,6 @@
 """What agents and evaluators may return, checked: whatever a user's function gives is right, or named in one sentence.
 
-Owns: `as_episode`, `verdict`, `trajectory_rewards`, `advantages`, `mean_signals`. Does not know: how the
+Owns: `as_episode`, `verdict`, `trajectory_rewards`, `step_values`, `mean_signals`. Does not know: how the
 functions are found, run or timed.
 """
 
@@ -81,10 +81,11 @@ def trajectory_rewards(episode: Episode) -> list[float | None]:
     ]
 
 
-def advantages(episode: Episode) -> list[float | list[float] | None]:
-    """The advantage of each step of each trajectory, which an agent or an evaluator may have set. Raises GradingError
-    for one that is neither a finite number nor as many as the call sampled tokens."""
-    return [_advantage(step) for trajectory in episode.trajectories for step in trajectory.steps]
+def step_values(episode: Episode) -> list[tuple[float, float | list[float] | None]]:
+    """The reward and the advantage of each step of each trajectory, which an agent or an evaluator may have set. Raises
+    GradingError for a reward that is no number, an advantage that is none nor as many as the call sampled tokens."""
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    return [(_finite(step.reward, f"Step.reward of call {step.id}"), _advantage(step)) for step in steps]
 
 
 def _advantage(step: Step) -> float | list[float] | None:

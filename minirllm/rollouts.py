@@ -30,7 +30,7 @@ from minirllm.config import Config
 from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
 from minirllm.recorded import AnySession
-from minirllm.returns import advantages, as_episode, trajectory_rewards, verdict
+from minirllm.returns import as_episode, step_values, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference
 from minirllm.sessions import Sessions
 from minirllm.types import AgentConfig, Episode, EvalOutput, SamplingParams, Step, Task, TerminationReason, Trajectory
@@ -209,7 +209,7 @@ class Runner:
         """Fills in the verdict, or why there is none."""
         try:
             output = await self._verdict(task, episode, deadline)
-            rewards, known = trajectory_rewards(episode), advantages(episode)  # the evaluator may have set them
+            rewards, known = trajectory_rewards(episode), step_values(episode)  # the evaluator may have set them
         except GradingError as error:
             kind = "GRADING_TIMEOUT" if isinstance(error, GradingTimeout) else "GRADING_ERROR"
             episode.termination_reason, episode.reason = TerminationReason[kind], str(error)
@@ -222,8 +222,8 @@ class Runner:
             return
         for trajectory, reward in zip(episode.trajectories, rewards, strict=True):
             trajectory.reward = output.reward if reward is None else reward
-        for step, advantage in zip((s for t in episode.trajectories for s in t.steps), known, strict=True):
-            step.advantage = advantage
+        for step, values in zip((s for t in episode.trajectories for s in t.steps), known, strict=True):
+            step.reward, step.advantage = values
 
     async def _verdict(self, task: Task, episode: Episode, deadline: Deadline) -> EvalOutput:
         limit = self.evaluator.timeout or self.config.grading_timeout

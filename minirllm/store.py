@@ -178,7 +178,7 @@ def _message(row: Mapping[str, Any]) -> Message:
 
 def _task_to_dict(task: Any) -> dict[str, Any]:
     """A task says that it is one, since any other value may stand in its place."""
-    return {"task": _pack(task)} if isinstance(task, Task) else {"value": _plain(task)}
+    return {"task": _pack(task)} if isinstance(task, Task) else {"value": plain(task)}
 
 
 def _task_from_dict(data: Mapping[str, Any]) -> Any:
@@ -196,11 +196,11 @@ def _pack(record: Any, *without: str) -> dict[str, Any]:
         default = f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else f
         if f.name in without or (type(value) is type(default) and not isinstance(value, float) and value == default):
             continue
-        packed[f.name] = _plain(value)
+        packed[f.name] = plain(value)
     return packed
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """`value` as JSON has it: arrays as lists, keys as text, paths as text, other objects as their repr."""
     if value is None or isinstance(value, bool | float | str):
         return value
@@ -212,9 +212,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return _pack(value)
     if depth < MAX_DEPTH:
         if isinstance(value, np.ndarray | np.generic):
-            return _plain(value.tolist(), depth + 1)
+            return plain(value.tolist(), depth + 1)
         if isinstance(value, Mapping):
-            return {k if isinstance(k, str) else _REPR.repr(k): _plain(v, depth + 1) for k, v in value.items()}
+            return {k if isinstance(k, str) else _REPR.repr(k): plain(v, depth + 1) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [_plain(item, depth + 1) for item in value]
+            return [plain(item, depth + 1) for item in value]
     return _REPR.repr(value)

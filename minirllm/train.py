@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minirllm import batch, evaluate, harness, watchdog
+from minirllm import batch, evaluate, grouping, harness, watchdog
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
@@ -48,6 +48,7 @@ async def train(
     config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
     algorithm = roles.of(config)
     algorithm.validate(config)
+    grouping.validate(config, algorithm)
     tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minirllm.errors import GradingError
-from minirllm.returns import advantages, as_episode, trajectory_rewards, verdict
+from minirllm.returns import as_episode, step_values, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
 
 
@@ -129,7 +129,11 @@ def test_rewards_that_an_evaluator_sets_are_checked() -> None:
 def test_advantages_are_of_a_call_or_of_each_of_its_tokens() -> None:
     given = [Step(response_length=2, advantage=value) for value in (None, 1, [1, 2.5], np.array([0.5, -1]))]
     episode = Episode(trajectories=[Trajectory(steps=given[:1]), Trajectory(steps=given[1:])])
-    assert advantages(episode) == [None, 1.0, [1.0, 2.5], [0.5, -1.0]]
+    given[1].reward = np.float32(0.5)  # type: ignore[assignment]
+    assert step_values(episode) == [(0.0, None), (0.5, 1.0), (0.0, [1.0, 2.5]), (0.0, [0.5, -1.0])]
+    given[2].id, given[2].reward = "c", math.nan
+    with pytest.raises(GradingError, match=r"finite Step\.reward of call c, got nan"):
+        step_values(episode)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +148,4 @@ def test_advantages_are_of_a_call_or_of_each_of_its_tokens() -> None:
 )
 def test_an_advantage_that_is_none_is_named(value: Any, sentence: str) -> None:
     with pytest.raises(GradingError, match=re.escape(sentence)):
-        advantages(Episode(trajectories=[Trajectory(steps=[Step(id="c", response_length=2, advantage=value)])]))
+        step_values(Episode(trajectories=[Trajectory(steps=[Step(id="c", response_length=2, advantage=value)])]))

@@ -100,6 +100,7 @@ async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process:
 def grade_tokens(task: Task, episode: Episode) -> float:
     step = episode.trajectories[0].steps[0]
     step.advantage = [float(place) for place in range(step.response_length + task.metadata.get("more", 0))]
+    step.reward = 0.75
     return 1.0
 
 
@@ -121,7 +122,7 @@ async def test_an_evaluator_may_give_each_token_its_advantage(place: Place, in_p
         await runner.close()
     (step,) = episode.trajectories[0].steps
     assert step.response_length > 1
-    assert step.advantage == list(range(step.response_length))
+    assert (step.reward, step.advantage) == (0.75, list(range(step.response_length)))
     assert (broken.termination_reason, broken.reward) == (TerminationReason.GRADING_ERROR, None)
     count = step.response_length
     assert f"has {count + 1} numbers, but the call sampled {count} tokens" in broken.reason

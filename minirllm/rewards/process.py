@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minirllm.errors import GradingError, GradingTimeout, TaskError
 from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path, one_line
-from minirllm.returns import advantages, trajectory_rewards, verdict
+from minirllm.returns import step_values, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Task
 
 HEADER = 8  # bytes: the length of the frame that follows, big-endian
@@ -87,8 +87,8 @@ class Graders:
         for trajectory, reward in zip(episode.trajectories, reply.pop("trajectory_rewards"), strict=False):
             trajectory.reward = reward
         steps = (step for trajectory in episode.trajectories for step in trajectory.steps)
-        for step, advantage in zip(steps, reply.pop("advantages"), strict=False):
-            step.advantage = advantage
+        for step, values in zip(steps, reply.pop("step_values"), strict=False):
+            step.reward, step.advantage = values
         return EvalOutput(**{**reply, "signals": [Signal(**signal) for signal in reply["signals"]]})
 
     async def _ask(self, request: bytes, timeout: float | None) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _load(where: Reference) -> Evaluator:
 def _verdict(grade: Evaluator, request: bytes) -> dict[str, Any]:
     task, episode = pickle.loads(request)
     output = verdict(grade(task, episode))
-    rewards = {"trajectory_rewards": trajectory_rewards(episode), "advantages": advantages(episode)}
+    rewards = {"trajectory_rewards": trajectory_rewards(episode), "step_values": step_values(episode)}
     return {**dataclasses.asdict(output), **rewards}
 
 
