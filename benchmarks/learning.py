@@ -36,6 +36,11 @@ def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
         manifest = json.loads((Path(folder) / "curve/manifest.json").read_text())
     measured = ("eval_reward", "eval_low", "eval_high")
     held_out = {row["step"]: [row[key] for key in measured] for row in rows if "eval_reward" in row}
+    signals = {
+        row["step"]: {name: value for name, value in row.items() if name.startswith("eval_signal/")}
+        for row in rows
+        if "eval_reward" in row
+    }
     steps = [row for row in rows if row["step"]]
     return {
         "seed": seed,
@@ -44,6 +49,7 @@ def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
         "peak_rss_gib": usage.ru_maxrss / 2**20,
         "level": manifest["level"],
         "held_out": held_out,
+        "signals": signals,
         "train": [row["reward_mean"] for row in steps],
         "entropy": [row.get("entropy") for row in steps],
         "mismatch_max": max(row.get("mismatch_max") or 0.0 for row in steps),

@@ -70,6 +70,7 @@ class EvalResult:
             "eval_pass": self.pass_at[1],
             "eval_without_reward": float(self.tasks * self.rollouts - self.graded),
             "eval_drift": self.drift,
+            **{f"eval_signal/{name}": value for name, value in self.signals.items()},
         }
 
     @property
@@ -89,6 +90,7 @@ class EvalResult:
             parts.append(
                 f"mean reward {self.reward_mean:.3f} [{self.reward_interval[0]:.3f}, {self.reward_interval[1]:.3f}]"
             )
+        parts += [f"{name} {value:.3f}" for name, value in self.signals.items()]
         parts.append(f"{self.tasks} tasks x {self.rollouts}, {self.graded} graded")
         parts += [
             f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()

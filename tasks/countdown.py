@@ -26,13 +26,17 @@ def question(numbers: tuple[int, ...] | list[int], target: int) -> str:
     return f"Make {target} from {', '.join(map(str, numbers))}."
 
 
+def messages(task: Task) -> list[dict[str, str]]:
+    """The rules, the examples, the problem."""
+    found = [{"role": "system", "content": RULES}]
+    for numbers, target, solution in EXAMPLES:
+        found += [{"role": "user", "content": question(numbers, target)}, {"role": "assistant", "content": solution}]
+    return [*found, {"role": "user", "content": str(task.instruction)}]
+
+
 @rollout
 async def answer(task: Task, config: AgentConfig) -> str:
-    messages = [{"role": "system", "content": RULES}]
-    for numbers, target, solution in EXAMPLES:
-        messages += [{"role": "user", "content": question(numbers, target)}, {"role": "assistant", "content": solution}]
-    reply = await chat(config, [*messages, {"role": "user", "content": task.instruction}])
-    return str(reply.output)
+    return str((await chat(config, messages(task))).output)
 
 
 @evaluator

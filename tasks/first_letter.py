@@ -25,13 +25,17 @@ def question(word: str) -> str:
     return f"First letter of {word}"
 
 
+def messages(task: Task) -> list[dict[str, str]]:
+    """The examples, the word."""
+    found = []
+    for word in EXAMPLES:
+        found += [{"role": "user", "content": question(word)}, {"role": "assistant", "content": word[0]}]
+    return [*found, {"role": "user", "content": str(task.instruction)}]
+
+
 @rollout
 async def answer(task: Task, config: AgentConfig) -> str:
-    messages = []
-    for word in EXAMPLES:
-        messages += [{"role": "user", "content": question(word)}, {"role": "assistant", "content": word[0]}]
-    reply = await chat(config, [*messages, {"role": "user", "content": task.instruction}])
-    return str(reply.output)
+    return str((await chat(config, messages(task))).output)
 
 
 @evaluator

@@ -1,13 +1,15 @@
 """A real endpoint for agents, with an engine that says what it is told, and the simplest agent."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from minirllm import AgentConfig, Episode, Task, evaluator, rollout
+from minirllm import AgentConfig, Episode, Task, evaluator, harness, rollout
 from minirllm.client import chat
-from minirllm.config import Config
+from minirllm.config import Config, load
+from minirllm.flow import TaskModule
 from minirllm.rollouts import Job, Runner
 from minirllm.server import Server, build_app
 from minirllm.sessions import Sessions
@@ -38,6 +40,21 @@ async def serving() -> AsyncIterator[Place]:
     server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=10_000))
     yield Place(sessions, await server.start(), engine)
     await server.close()
+
+
+@asynccontextmanager
+async def running(task: TaskModule, answer: Callable[[str, int], str], data: str = "") -> AsyncIterator[Runner]:
+    """A runner of this task, whose model says `answer(prompt text, seed)`."""
+    config = load(defaults={**task.defaults, "data": data, "retries": 0})
+    agent = await asyncio.to_thread(harness.agent, task, config)
+    sessions = Sessions(FakeEngine(answer), RENDERER, "tiny", max_calls=50)
+    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
+    runner = Runner(sessions, await server.start(), agent, task.evaluator, config)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+        await server.close()
 
 
 async def ask(task: Task, config: AgentConfig) -> str:

@@ -75,6 +75,15 @@ def test_frameworks_page_shows_what_is_run() -> None:
         assert (ROOT / words[1]).is_file()
 
 
+def test_commands_of_the_page_on_several_roles_exist() -> None:
+    page = (ROOT / "docs" / "multi_agent.md").read_text()
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    for _, *words in map(shlex.split, lines):
+        check_minirllm(words)
+        assert f"](../tasks/{words[1]}.py)" in page
+        assert (ROOT / "tasks" / f"{words[1]}.py").is_file()
+
+
 def test_readme_tree_shows_the_files_that_are_there() -> None:
     (tree,) = [block for block in blocks(README, "") if block.startswith("minirllm/\n")]
     shown = {(line.startswith("  "), line.split()[0]) for line in tree.splitlines()}

@@ -83,7 +83,8 @@ def test_failures_stay_in_the_denominator_and_are_listed() -> None:
     text = str(result)
     assert "pass@1 0.250" in text
     assert "1 error (counted as not passed)" in text
-    assert "2 tasks x 2, 2 graded" in text
+    assert "n 0.000, 2 tasks x 2, 2 graded" in text
+    assert result.metrics()["eval_signal/n"] == 0.0
 
 
 def test_nothing_graded_is_no_reward() -> None:

@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from minirllm import harness
 from minirllm.config import FIELDS, Config, load
 from minirllm.errors import TaskError
 from minirllm.evaluate import evaluate
 from minirllm.flow import TaskModule, import_path, load_task, names
 from minirllm.returns import verdict
-from minirllm.rollouts import Runner
-from minirllm.server import Server, build_app
-from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task
-from tests.fake_engine import RENDERER, FakeEngine
+from tests.agent_server import running
 
 NAMES = ["addition", "countdown", "first_letter", "gsm8k", "guess_number", "make_file", "python_function"]
-NAMES += ["smoke", "uppercase"]
+NAMES += ["self_play", "self_verification", "smoke", "solver_judge", "uppercase"]
 GARBAGE = ["", "?", "NO ANSWER!", "\ufffd\x00", "ZZZ 999999999", "É" * 5000]
 
 
@@ -97,6 +93,9 @@ REWARDS = {
         {"function": "f", "calls": [[[1], 2], [[2], 3]]},
         {"def f(x): return x + 1": 1, "f = lambda x: 2": 0.25, "def f(x): return x": 0, "print(2)": 0},
     ),
+    "self_play": ({"heap": 5}, {"1 1 1 1 1": 1, "3 2": 1, "3 1": 0, "3 3": 0, "2 0": 0, "0": 0, "-5": 0}),
+    "self_verification": ({"word": "plum"}, {"p": 1, " P.\n": 1, "pl": 0, "1": 0}),
+    "solver_judge": ({"numbers": [3, 5, 2], "target": 16}, {"(3+5)*2": 1, "3+5+2": 0.1, "16": 0, "2": 0}),
     "smoke": ({}, {"abcd": 1, "ab1!": 0.5, "ab": 0.5, "ABCD": 0, "abcde": 0}),
 }
 
@@ -106,22 +105,18 @@ def test_rewards(task: TaskModule) -> None:
     assert {text: graded(task, Task("x", metadata=metadata), text) for text in rewards} == pytest.approx(rewards)
 
 
+CALLS = {"guess_number": 4, "solver_judge": 3, "self_verification": 4}  # 1 of the others
+
+
 async def test_every_agent_talks_to_the_endpoint(task: TaskModule, rows: str) -> None:
-    config = load(defaults={**task.defaults, "data": rows, "retries": 0})
-    agent = await asyncio.to_thread(harness.agent, task, config)
-    sessions = Sessions(FakeEngine(lambda prompt, seed: "42"), RENDERER, "tiny", max_calls=50)
-    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
-    runner = Runner(sessions, await server.start(), agent, task.evaluator, config)
-    try:
-        problems = await asyncio.to_thread(task.held_out, Config(data=rows))
+    problems = await asyncio.to_thread(task.held_out, Config(data=rows))
+    async with running(task, lambda prompt, seed: "42", rows) as runner:
         result = await evaluate(runner, problems[:2])
-    finally:
-        await runner.close()
-        await server.close()
     assert (result.graded, result.errors, result.ungraded) == (2, {}, {})
-    turns = {episode.metrics["turns"] for episode in result.episodes}
-    assert turns == ({4.0} if task.name == "guess_number" else {1.0})
-    assert all(episode.metrics["extended"] == episode.metrics["turns"] - 1 for episode in result.episodes)
+    assert {episode.metrics["turns"] for episode in result.episodes} == {CALLS.get(task.name, 1)}
+    extended = {episode.metrics["extended"] for episode in result.episodes}
+    assert extended == ({3.0} if task.name == "guess_number" else {0.0})
+    assert not any(episode.metrics.get("unclaimed_calls") for episode in result.episodes)
 
 
 def test_guess_number_hints() -> None:
