@@ -9,8 +9,8 @@ metrics count. A token to be trained on that no call on record explains raises L
 The loss of a step is ``sum over trained tokens of weight_T * loss_T``, whatever the number of micro-batches. With
 ``mini_batches`` there are several optimizer steps, each on some of the tasks, and "batch" below is such a part. A group
 whose advantages are all zero teaches nothing: it is counted, takes no compute, and does not enter the totals that
-weights are divided by (with ``kl_beta > 0`` it stays: its tokens still carry the KL gradient). By ``loss_aggregation``
-the weight of a token is
+weights are divided by (with the KL or the entropy in the loss it stays: its tokens still carry their gradients). By
+``loss_aggregation`` the weight of a token is
 
 - ``token``: 1 / trained tokens of the batch. Every token weighs the same.
 - ``sequence``: 1 / (trajectories * trained tokens of its trajectory, all branches). Trajectories weigh the same.

@@ -88,7 +88,12 @@ class Config:
     )
     correction_cap: float = option(2.0, "largest weight of a correction; mask: also the smallest, 1 / cap", 1.0)
     kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)
-    kl_estimator: Literal["k3", "k2"] = option("k3", "per token, d = reference - logprob: e^d - d - 1, or d^2 / 2")
+    kl_in: Literal["loss", "reward"] = option("loss", "the KL is added to a token's loss, or taken from the reward")
+    kl_estimator: Literal["k3", "k2", "k1"] = option(
+        "k3", "per token, d = reference - logprob: e^d - d - 1; d^2 / 2; or -d, in the reward only"
+    )
+    kl_target: float = option(0.0, "KL per token that kl_beta is steered to (0 = kl_beta stays)", 0.0)
+    entropy_bonus: float = option(0.0, "weight of the entropy at each token, which the loss then raises", 0.0)
     overlong_buffer: int = option(0, "a reward falls by up to 1 over the last so many of max_tokens (0 = off)", 0)
     mask_truncated: bool = option(False, "trajectories with an answer cut off at max_tokens are not trained on")
     loss_aggregation: Literal["token", "sequence", "constant"] = option(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group, credit, roles
+from minirllm.algorithms import Algorithm, Group, credit, objective, roles
 from minirllm.config import Config, find
 from minirllm.errors import ConfigError, UserError
 from minirllm.flow import Users
@@ -25,6 +25,7 @@ from minirllm.types import Episode, Step, Trajectory
 
 Key = Callable[[Episode, Trajectory], str]  # those of one key are compared with each other
 KEYS = {"task": f"{__name__}:by_task"}
+COST = "kl_cost"  # in the metadata of a step: what the KL of its tokens takes from the reward (penalty.py)
 Value = float | Sequence[float]  # of a call's tokens: one for all of them, or one for each
 
 
@@ -61,6 +62,7 @@ def members(episode: Episode, config: Config) -> list[Member]:
         claimed |= calls.keys()
         tokens = sum(step.response_length for step in calls.values())
         cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
+        reward -= sum(step.metadata.get(COST, 0.0) for step in calls.values())
         reward -= _overlong(max((step.response_length for step in calls.values()), default=0), config)
         member = Member(episode, trajectory, float(reward), calls, tokens, "truncated" if cut else "trained")
         member.role = roles.number(trajectory.name, config)
@@ -84,7 +86,7 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
         signal = any(np.any(value) for member in group for value in member.advantages.values())
         kinds["with_signal" if signal else _why_none(group, config)] += 1
         for member in group:
-            if not signal and config.kl_beta == 0 and member.fate == "trained":
+            if not signal and not objective.without_reward(config) and member.fate == "trained":
                 member.fate = "no_signal"
     metrics = {"groups": float(len(groups)), **{f"groups_{kind}": float(count) for kind, count in kinds.items()}}
     by_name: dict[str, list[float]] = {}

@@ -47,9 +47,11 @@ class Head:
         logits_NV = linear.product(padded_NE, weight_VE, None if self.bias is None else self.bias.float())[:N]
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
-    def score(self, hidden_NE: Tensor, token_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each token, differentiable, and entropy in nats, not; ``[N]`` each."""
-        logprob_N, entropy_N = _Score.apply(hidden_NE, self.weight, self.bias, self, token_N, temperature_N)
+    def score(
+        self, hidden_NE: Tensor, token_N: Tensor, temperature_N: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each token, differentiable, and entropy in nats, differentiable if asked for; ``[N]``."""
+        logprob_N, entropy_N = _Score.apply(hidden_NE, self.weight, self.bias, self, token_N, temperature_N, entropy)
         return logprob_N, entropy_N
 
 
@@ -63,6 +65,18 @@ def _slope(head: Head, logits_NV: Tensor, logprob_NV: Tensor, token_N: Tensor, t
     """d logprob(token) / d (W h + b), ``[N, V]``; overwrites `logprob_NV`."""
     slope_NV = logprob_NV.exp_().neg_()
     slope_NV[torch.arange(len(token_N), device=token_N.device), token_N] += 1
+    return _inner(head, slope_NV, logits_NV, temperature_N)
+
+
+def _entropy_slope(head: Head, logits_NV: Tensor, logprob_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """d entropy / d (W h + b), ``[N, V]``: with H the entropy, ``-p (log p + H) / t``."""
+    p_NV = logprob_NV.exp()
+    entropy_N1 = -(p_NV * logprob_NV).sum(-1, keepdim=True)
+    return _inner(head, p_NV.mul_(logprob_NV + entropy_N1).neg_(), logits_NV, temperature_N)
+
+
+def _inner(head: Head, slope_NV: Tensor, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """The derivative for ``W h + b`` of what has `slope_NV` for the logits over temperature; overwrites it."""
     slope_NV /= torch.where(temperature_N > 0, temperature_N, torch.ones_like(temperature_N))[:, None]
     if head.softcap is not None:
         slope_NV *= 1 - (logits_NV / head.softcap) ** 2
@@ -79,8 +93,9 @@ class _Score(torch.autograd.Function):
         head: Head,
         token_N: Tensor,
         temperature_N: Tensor,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprob, entropy, slope = [], [], []
+        logprob, entropy, slopes = [], [], list[list[Tensor]]()
         for at in range(0, len(token_N), CHUNK):
             rows = slice(at, at + CHUNK)
             logits_NV = head.logits(hidden_NE[rows])
@@ -88,29 +103,37 @@ class _Score(torch.autograd.Function):
             logprob.append(logprob_NV.gather(1, token_N[rows, None])[:, 0])
             entropy.append(-(logprob_NV.exp() * logprob_NV).sum(-1))
             if ctx.needs_input_grad[0]:
-                slope_NV = _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows])
-                slope.append(linear.input_gradient(slope_NV, weight_VE.float()).to(hidden_NE.dtype))
-        ctx.head = head
-        ctx.save_for_backward(hidden_NE, token_N, temperature_N, torch.cat(slope) if slope else None)
+                both = [_entropy_slope(head, logits_NV, logprob_NV, temperature_N[rows])] if with_entropy else []
+                both.insert(0, _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows]))
+                weight = weight_VE.float()
+                slopes.append([linear.input_gradient(slope_NV, weight).to(hidden_NE.dtype) for slope_NV in both])
+        ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.save_for_backward(hidden_NE, token_N, temperature_N, *map(torch.cat, zip(*slopes, strict=True)))
         entropy_N = torch.cat(entropy)
-        ctx.mark_non_differentiable(entropy_N)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_N)
         return torch.cat(logprob), entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        grad_N = gradients[0]
-        hidden_NE, token_N, temperature_N, slope_NE = ctx.saved_tensors
-        grad_hidden_NE = None if slope_NE is None else grad_N[:, None].to(slope_NE.dtype) * slope_NE
+        hidden_NE, token_N, temperature_N, *slopes = ctx.saved_tensors
+        grads = gradients if ctx.with_entropy else gradients[:1]
+        pairs = zip(grads, slopes, strict=True) if slopes else ()
+        each = [grad_N[:, None].to(slope_NE.dtype) * slope_NE for grad_N, slope_NE in pairs]
+        grad_hidden_NE = sum(each[1:], each[0]) if each else None
         head, wants_weight, wants_bias = ctx.head, ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         if not (wants_weight or wants_bias):
-            return grad_hidden_NE, None, None, None, None, None
+            return grad_hidden_NE, None, None, None, None, None, None
         grad_VE, grad_V = torch.zeros_like(head.weight, dtype=torch.float32), None
         for at in range(0, len(token_N), CHUNK):
             rows = slice(at, at + CHUNK)
             logits_NV = head.logits(hidden_NE[rows])
             logprob_NV = logprobs(logits_NV, temperature_N[rows])
-            slope_NV = grad_N[rows, None] * _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows])
+            of_entropy = _entropy_slope(head, logits_NV, logprob_NV, temperature_N[rows]) if ctx.with_entropy else None
+            slope_NV = grads[0][rows, None] * _slope(head, logits_NV, logprob_NV, token_N[rows], temperature_N[rows])
+            if of_entropy is not None:
+                slope_NV += grads[1][rows, None] * of_entropy
             grad_VE += slope_NV.T @ hidden_NE[rows].float()
             if wants_bias:
                 grad_V = slope_NV.sum(0) + (0 if grad_V is None else grad_V)
-        return grad_hidden_NE, grad_VE.to(head.weight.dtype), grad_V, None, None, None
+        return grad_hidden_NE, grad_VE.to(head.weight.dtype), grad_V, None, None, None, None

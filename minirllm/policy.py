@@ -123,8 +123,9 @@ class Policy:
         """Log-softmax after temperature, ``[N, V]``: the same in sampler and trainer. Temperature 0 is 1."""
         return head.logprobs(logits_NV, temperature_N)
 
-    def score(self, forest: Forest, reference: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability (with gradient) and entropy in nats (without) of every trained token, ``[T]`` each, else 0.
+    def score(self, forest: Forest, reference: bool = False, entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability (with gradient) and entropy in nats (with one if `entropy`) of every trained token, ``[T]``
+        each, else 0.
 
         The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without
         gradient."""
@@ -138,7 +139,7 @@ class Policy:
             hidden_TE = self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))
             logprob_T, entropy_T = torch.zeros(2, len(token_T), device=self.device)
             if len(at_N):
-                logprob_N, entropy_N = self._head.score(hidden_TE[parent_N], token_T[at_N], temperature_N)
+                logprob_N, entropy_N = self._head.score(hidden_TE[parent_N], token_T[at_N], temperature_N, entropy)
                 logprob_T, entropy_T = logprob_T.index_put((at_N,), logprob_N), entropy_T.index_put((at_N,), entropy_N)
         return logprob_T, entropy_T
 

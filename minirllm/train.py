@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from minirllm import batch, evaluate, grouping, harness, watchdog
+from minirllm import evaluate, grouping, harness, penalty, watchdog
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
@@ -130,7 +130,7 @@ class _Run:
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
         try:
-            return batch.build(episodes, self.config, self.trainer.algorithm, self.stack.policy.version)
+            return await penalty.build(episodes, self.stack.policy, self.trainer.config, self.trainer.algorithm)
         except LedgerError as error:
             if step > 1:
                 await self.save(step - 1)

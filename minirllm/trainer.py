@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Trainer:
         algorithm.validate(config)
         if effective_temperature(config.temperature) == 0:
             raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
+        # `config.kl_beta` is the KL's weight as it is now: `kl_target` steers it
         self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
         self.step = 0
         self.problem = ""  # one sentence about the last update when it was skipped, else empty
@@ -86,12 +88,22 @@ class Trainer:
         metrics = passes[0] if passes else {"grad_norm": 0.0}
         if len(passes) > 1:
             metrics |= {f"last/{name}": value for name, value in passes[-1].items() if name in MOVED}
+        metrics |= self._steer(metrics.get("kl_reference", batch.metrics.get("kl_reference")))
         metrics |= {
             "lr": rate,
             "skipped": float(bool(self.problem)),
             "seconds_train": time.perf_counter() - started,
         }
         return metrics
+
+    def _steer(self, measured: float | None) -> dict[str, float]:
+        """The KL's weight in this update, where it changes from one to the next: sets that of the next one."""
+        if not self.config.kl_target:
+            return {}
+        used = self.config.kl_beta
+        if measured is not None and not self.problem:
+            self.config = replace(self.config, kl_beta=objective.steered(used, measured, self.config.kl_target))
+        return {"kl_beta": used}
 
     async def _steps(self, batch: Batch) -> list[list[MicroBatch]]:
         """The micro-batches of each optimizer step, with log-probabilities under the weights as the update begins where
@@ -153,11 +165,13 @@ class Trainer:
         at_N = torch.from_numpy(np.flatnonzero(forest.trained_T)).to(self.policy.device)
         columns = (forest.logprob_T, forest.advantage_T, forest.sequence_T, forest.role_T, forest.weight_T)
         *known, weight_N = (torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns)
-        reference_N = self.policy.score(forest, reference=True)[0][at_N] if self.config.kl_beta > 0 else None
-        logprob_T, entropy_T = self.policy.score(forest)
-        proximal_N, tokens = None if proximal_T is None else proximal_T[at_N], Tokens(logprob_T[at_N], *known)
-        loss_N, per_token = objective.loss(self.algorithm, tokens, self.config, proximal_N, reference_N)
-        return (weight_N.double() * loss_N).sum(), tokens, {**per_token, "entropy": entropy_T[at_N]}
+        config, bonus = self.config, self.config.entropy_bonus > 0
+        reference_N = self.policy.score(forest, reference=True)[0][at_N] if objective.in_loss(config) else None
+        logprob_T, entropy_T = self.policy.score(forest, entropy=bonus)
+        proximal_N, entropy_N = None if proximal_T is None else proximal_T[at_N], entropy_T[at_N]
+        tokens, raised_N = Tokens(logprob_T[at_N], *known), entropy_N if bonus else None
+        loss_N, per_token = objective.loss(self.algorithm, tokens, config, proximal_N, reference_N, raised_N)
+        return (weight_N.double() * loss_N).sum(), tokens, {**per_token, "entropy": entropy_N.detach()}
 
     def _apply(self, rate: float, loss: float, version: int) -> float:
         """Clip and step, unless something is not finite. Returns the global gradient norm before clipping."""
@@ -179,7 +193,7 @@ class Trainer:
         """AdamW's state by ``entry/parameter``, and the plain numbers. With the weights, this is all there is."""
         states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
         tensors = {f"{entry}/{name}": value.detach() for name in states for entry, value in states[name].items()}
-        return tensors, {"step": self.step, "version": self.policy.version}
+        return tensors, {"step": self.step, "version": self.policy.version, "kl_beta": self.config.kl_beta}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """What `state_dict` returned. Raises KeyError or ValueError when it belongs to other parameters."""
@@ -193,6 +207,8 @@ class Trainer:
         self.optimizer.state.clear()
         self.optimizer.state.update(loaded)
         self.step, self.policy.version = numbers["step"], numbers["version"]
+        if self.config.kl_target:
+            self.config = replace(self.config, kl_beta=numbers["kl_beta"])
 
 
 def rehearse(policy: Policy, config: Config) -> None:

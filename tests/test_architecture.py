@@ -24,7 +24,7 @@ ROWS = [
     "algorithms conversation diagnostics flow models policy sandboxes store template trackers",
     "checkpoint engines grouping harness log renderer rewards",
     "batch harbor inflight",
-    "recorded trainer",
+    "penalty recorded trainer",
     "session",
     "sessions",
     "exchange rollouts",
@@ -51,7 +51,7 @@ OUTSIDE = {
     "starlette": "server",
     "sympy": "rewards",
     "tensorboard": "trackers",
-    "torch": "algorithms attention checkpoint engines exactness files head linear models policy stack trainer",
+    "torch": "algorithms attention checkpoint engines exactness files head linear models penalty policy stack trainer",
     "trackio": "trackers",
     "transformers": "attention models policy",
     "uvicorn": "server",
@@ -64,7 +64,7 @@ BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "r
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 7160  # lines of code; the goal is 5,000, which is missed
+MAX_CORE = 7240  # lines of code; the goal is 5,000, which is missed
 
 
 def sources() -> list[Path]:

@@ -73,6 +73,21 @@ def test_with_a_kl_term_groups_without_signal_stay():
     assert trained(batch, "weight_T") == pytest.approx([0.25] * 4)
 
 
+def test_with_an_entropy_bonus_groups_without_signal_stay_and_with_the_kl_in_the_reward_they_do_not():
+    episodes = [episode("a", 0, 1.0), episode("a", 1, 1.0)]
+    assert trained(make(episodes, entropy_bonus=0.01), "weight_T") == pytest.approx([0.25] * 4)
+    assert make(episodes, kl_beta=0.1, kl_in="reward").forests == []
+
+
+def test_what_the_kl_costs_is_taken_from_a_trajectorys_reward():
+    one, other = episode("a", 0, 1.0, answers=((7, 8), (9,))), episode("a", 1, 1.0)
+    for step, cost in zip(one.trajectories[0].steps, (0.3, 0.1), strict=True):
+        step.metadata["kl_cost"] = cost
+    batch = make([one, other])
+    assert sorted(set(trained(batch, "advantage_T").tolist())) == pytest.approx([-0.2, 0.2])
+    assert batch.metrics["reward_mean"] == 1.0  # as graded
+
+
 def test_reinforce_learns_from_equal_rewards_unless_they_are_zero():
     batch = make(
         [episode("a", 0, 1.0), episode("a", 1, 1.0), episode("b", 0, 0.0), episode("b", 1, 0.0)], algorithm="reinforce"

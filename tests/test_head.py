@@ -38,6 +38,49 @@ def test_value_and_every_gradient_equal_autograd(bias: bool, softcap: float | No
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def naive_entropy(hidden: Tensor, linear: nn.Linear, softcap: float | None, temperature: Tensor) -> Tensor:
+    logits = linear(hidden)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logprob = F.log_softmax(logits / temperature[:, None], -1)
+    return -(logprob.exp() * logprob).sum(-1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("rows", [1, head.CHUNK + 3])
+def test_gradients_of_logprob_and_entropy_together_equal_autograd(bias: bool, softcap: float | None, rows: int) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 48, bias=bias)
+    hidden, weights = torch.randn(rows, 16), torch.randn(2, rows)
+    tokens, temperature = torch.randint(0, 48, (rows,)), torch.rand(rows) + 0.5
+    gradients = []
+    for score in (
+        lambda h: (naive(h, linear, softcap, tokens, temperature), naive_entropy(h, linear, softcap, temperature)),
+        lambda h: head.Head(linear, softcap).score(h, tokens, temperature, entropy=True),
+    ):
+        linear.zero_grad()
+        leaf = hidden.clone().requires_grad_(True)
+        logprob, entropy = score(leaf)
+        (logprob * weights[0] + entropy * weights[1]).sum().backward()
+        gradients.append([logprob.detach(), entropy.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_gradient_by_hand() -> None:
+    """Two tokens, logits z and 0 at temperature 1/2: p = sigmoid(2 z), dH/dz = -2 p (1 - p) log(p / (1 - p))."""
+    linear = torch.nn.Linear(1, 2, bias=False)
+    linear.weight.data = torch.tensor([[1.0], [0.0]])
+    hidden = torch.tensor([[0.7]], requires_grad=True)
+    entropy = head.Head(linear, None).score(hidden, torch.tensor([0]), torch.tensor([0.5]), entropy=True)[1]
+    entropy.sum().backward()
+    p = 1 / (1 + math.exp(-1.4))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), rel=1e-5)
+    assert hidden.grad is not None
+    assert hidden.grad.item() == pytest.approx(-2 * p * (1 - p) * 1.4, rel=1e-5)
+
+
 def test_uniform_logits_by_hand() -> None:
     linear = torch.nn.Linear(16, 8, bias=False)
     torch.nn.init.zeros_(linear.weight)

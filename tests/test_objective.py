@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from minirllm.algorithms import ALGORITHMS, Tokens, create
-from minirllm.algorithms.objective import loss, validate
+from minirllm.algorithms.objective import kl, loss, steered, validate
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 
 
-def objective(name, logprob, captured, advantage, sequence=None, proximal=None, reference=None, **options):
+def objective(
+    name, logprob, captured, advantage, sequence=None, proximal=None, reference=None, entropy=None, **options
+):
     """(losses, gradients, metrics) of tokens that are one trajectory each, or of those in `sequence`."""
 
     def column(values):
@@ -20,7 +22,7 @@ def objective(name, logprob, captured, advantage, sequence=None, proximal=None, 
     leaf = column(logprob).requires_grad_(True)
     which = torch.tensor(range(len(logprob)) if sequence is None else sequence)
     tokens = Tokens(leaf, column(captured), column(advantage), which, which * 0)
-    loss_N, metrics = loss(create(name), tokens, Config(**options), column(proximal), column(reference))
+    loss_N, metrics = loss(create(name), tokens, Config(**options), column(proximal), column(reference), entropy)
     loss_N.sum().backward()
     return loss_N.detach().tolist(), leaf.grad.tolist(), {key: value.tolist() for key, value in metrics.items()}
 
@@ -41,6 +43,29 @@ def test_k2_is_half_the_square():
     loss, gradient, _ = objective("grpo", [-1.0], [-1.0], [0.0], reference=[-1.5], **options)
     assert loss == pytest.approx([0.5 * 0.5**2 / 2])
     assert gradient == pytest.approx([0.5 * 0.5])  # beta (logprob - reference): downhill is towards the reference
+
+
+def test_what_the_reward_may_be_charged_with_by_hand():
+    difference = torch.tensor([math.log(2), 0.0, -math.log(2)], dtype=torch.float64)  # reference - logprob
+    found = {name: kl(difference, Config(kl_estimator=name)).tolist() for name in ("k1", "k2", "k3")}
+    assert found["k1"] == pytest.approx([-math.log(2), 0.0, math.log(2)])
+    assert found["k2"] == pytest.approx([math.log(2) ** 2 / 2, 0.0, math.log(2) ** 2 / 2])
+    assert found["k3"] == pytest.approx([1 - math.log(2), 0.0, math.log(2) - 0.5])
+
+
+def test_the_weight_of_the_kl_is_steered_by_at_most_two_percent():
+    assert steered(0.5, 0.011, 0.01) == pytest.approx(0.5 * 1.01)
+    assert steered(0.5, 1.0, 0.01) == pytest.approx(0.5 * 1.02)
+    assert steered(0.5, 0.0, 0.01) == pytest.approx(0.5 * 0.98)
+    assert steered(0.5, 0.01, 0.01) == 0.5
+
+
+def test_an_entropy_bonus_lowers_the_loss_by_the_entropy():
+    entropy = torch.tensor([2.0, 0.5], dtype=torch.float64, requires_grad=True)
+    loss, gradient, _ = objective("grpo", [-1.0] * 2, [-1.0] * 2, [1.0, -1.0], entropy=entropy, entropy_bonus=0.1)
+    assert loss == pytest.approx([-1.0 - 0.2, 1.0 - 0.05])
+    assert gradient == pytest.approx([-1.0, 1.0])
+    assert entropy.grad.tolist() == pytest.approx([-0.1, -0.1])
 
 
 CAPTURED = [0.0] * 5
@@ -93,6 +118,9 @@ def test_a_correction_weighs_the_policy_gradient_and_not_the_kl():
     ("options", "words"),
     [
         ({"kl_estimator": "k2"}, "kl_estimator has no effect with kl_beta = 0"),
+        ({"kl_in": "reward"}, "kl_in has no effect with kl_beta = 0"),
+        ({"kl_target": 0.01}, "kl_target has no effect with kl_beta = 0"),
+        ({"kl_beta": 0.1, "kl_estimator": "k1"}, "kl_estimator = k1 teaches nothing as a loss"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for off"),
         ({"overlong_buffer": 500, "max_tokens": 256}, "overlong_buffer is a part of max_tokens = 256, got 500"),
         ({"mini_batches": 9}, "of which batch_size = 8 gives a step no more, got 9"),

@@ -21,6 +21,7 @@ from minirllm.cli import cli
 from minirllm.client import chat
 from minirllm.config import Config
 from minirllm.errors import UserError
+from minirllm.log import read_metrics
 from minirllm.store import EpisodeStore
 from minirllm.tools.replay import replay, seed_of
 from minirllm.tools.runs import Call, calls
@@ -284,6 +285,17 @@ def test_training_of_all_parameters_with_a_reference_is_replayed_from_the_seed_a
         same, text = replayed(run, step=step)
         assert same, text
         assert "step 2: its update matches\n" not in text
+
+
+def test_every_term_of_the_loss_is_replayed_from_the_seed_and_from_a_checkpoint(tmp_path: Path) -> None:
+    terms = {"kl_beta": 0.5, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 1e-5, "entropy_bonus": 0.01}
+    options = {"mini_batches": 2, "inner_epochs": 2, "correction": "token", "lr": 1e-2}
+    run = trained(tmp_path / "r", steps=3, save_every=1, keep_checkpoints=2, **terms, **options)
+    rows = {row["step"]: row for row in read_metrics(run / "metrics.jsonl")}
+    assert rows[2]["kl_beta"] != 0.5
+    for step in (None, 3):
+        same, text = replayed(run, step=step)
+        assert same, text
 
 
 def test_a_run_resumed_with_other_options_is_replayed_under_each(tmp_path: Path) -> None:

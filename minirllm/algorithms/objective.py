@@ -1,6 +1,7 @@
-"""The loss of a token, whatever the algorithm: its policy gradient, corrected, plus the KL to the base model.
+"""The loss of a token, whatever the algorithm: its policy gradient, corrected, plus KL, minus an entropy bonus.
 
-Owns: importance corrections, estimates of the KL, how these terms add up, which of their options contradict each other.
+Owns: importance corrections, estimates of the KL to the base model and how its weight is steered, how these terms add
+up, which of their options contradict each other.
 Does not know: models, trees, how the losses of tokens add up (batch.py).
 
 A correction is for tokens that another policy sampled than the one that is trained: older weights, or other arithmetic.
@@ -34,13 +35,30 @@ def correction(config: Config) -> str:
     return "off" if config.correction == "auto" else config.correction
 
 
+def in_loss(config: Config) -> bool:
+    """Is the KL a term of the loss?"""
+    return config.kl_beta > 0 and config.kl_in == "loss"
+
+
+def without_reward(config: Config) -> bool:
+    """Do tokens teach something whatever their advantage, even 0?"""
+    return in_loss(config) or config.entropy_bonus > 0
+
+
 def validate(config: Config) -> None:
     """Raises ConfigError for options of the loss that have no effect with the others."""
     default = Config()
     for wrong, sentence in (
+        *(
+            (
+                config.kl_beta == 0 and getattr(config, name) != getattr(default, name),
+                f"{name} has no effect with kl_beta = 0: set kl_beta, or leave {name} out.",
+            )
+            for name in ("kl_in", "kl_estimator", "kl_target")
+        ),
         (
-            config.kl_beta == 0 and config.kl_estimator != default.kl_estimator,
-            "kl_estimator has no effect with kl_beta = 0: set kl_beta, or leave kl_estimator out.",
+            config.kl_estimator == "k1" and config.kl_in == "loss",
+            "kl_estimator = k1 teaches nothing as a loss, its gradient is zero on average: set kl_in = reward, or k3.",
         ),
         (
             0 < config.dual_clip <= 1,
@@ -75,11 +93,13 @@ def loss(
     config: Config,
     proximal_N: torch.Tensor | None = None,
     reference_N: torch.Tensor | None = None,
+    entropy_N: torch.Tensor | None = None,
 ) -> Loss:
     """The loss of each token ``[N]``, to be minimised, and values per token ``[N]``, detached, for the metrics.
 
     The old log-probabilities in `tokens` are the captured ones. Without those of the proximal policy it has not moved
-    yet. Those of the reference, the frozen base model, are given exactly when ``config.kl_beta > 0``.
+    yet. Those of the reference, the frozen base model, are given exactly when the KL is in the loss. The entropy is
+    given, with a gradient, exactly when there is a bonus on it.
     """
     captured_N = tokens.old_N
     if correction(config) != "off":
@@ -91,6 +111,8 @@ def loss(
     if reference_N is not None:
         kl_N = kl(reference_N - tokens.logprob_N, config)
         loss_N, metrics = loss_N + config.kl_beta * kl_N, metrics | {"kl_reference": kl_N.detach()}
+    if entropy_N is not None:
+        loss_N = loss_N - config.entropy_bonus * entropy_N
     return loss_N, metrics
 
 
@@ -112,8 +134,18 @@ def kl(difference_N: torch.Tensor, config: Config) -> torch.Tensor:
     """An estimate per token of KL(policy || reference), of d = reference - logprob.
 
     k3 is ``e^d - d - 1``, never negative and unbiased (arXiv 2402.03300, eq. 4); k2 is ``d^2 / 2``, biased, and its
-    gradient is that of the true KL. (The gradient of k1 = -d is zero on average: as a loss it teaches nothing.)
+    gradient is that of the true KL; k1 is ``-d``, unbiased, and negative as often as not. (Its gradient is zero on
+    average: as a loss it would teach nothing.)
     """
-    if config.kl_estimator == "k2":
-        return difference_N.square() / 2
+    match config.kl_estimator:
+        case "k1":
+            return -difference_N
+        case "k2":
+            return difference_N.square() / 2
     return torch.exp(difference_N) - difference_N - 1
+
+
+def steered(beta: float, measured: float, target: float) -> float:
+    """The KL's weight for the next update, after one that measured so much of it (arXiv 1909.08593, section 2.2): up to
+    2 % more where it was above the target, up to 2 % less where below."""
+    return beta * (1 + 0.1 * min(0.2, max(-0.2, measured / target - 1)))

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from minirllm import batch, checkpoint
+from minirllm import checkpoint, penalty
 from minirllm.algorithms import roles
 from minirllm.config import Config, from_mapping, nearest
 from minirllm.errors import LedgerError, UserError
@@ -297,7 +297,7 @@ class _Replay:
         policy, trainer, row = self.held.stack.policy, self.held.trainer, self.run.rows[step]
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
-            learned = batch.build(episodes, self.held.config, trainer.algorithm, policy.version)
+            learned = await penalty.build(episodes, policy, trainer.config, trainer.algorithm)
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)
