@@ -57,7 +57,8 @@ def docker_engine() -> Iterator[str]:
 @pytest.fixture
 def docker_image(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """An image with bash, coreutils and Python, on the engine that DOCKER_HOST then names."""
-    monkeypatch.setenv("DOCKER_HOST", docker_engine)
+    for name, value in {"DOCKER_HOST": docker_engine, **engine.variables()}.items():
+        monkeypatch.setenv(name, value)
     return engine.IMAGE
 
 

@@ -1,7 +1,7 @@
 """A Docker engine of the tests' own, without any image registry: Debian's programs in a folder of the user's cache.
 
 `running()` starts one for a block, with its own data, and ends it; NoEngine says why there can be none here. Needs root
-and Debian's package mirror, once (some 80 MB). The image `local/py:1` is bash, coreutils and Python, made of packages.
+and Debian's package mirror, once (some 80 MB). `variables()` names its programs. The image `local/py:1` is bash, coreutils and Python, made of packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 IMAGE = "local/py:1"
-PROGRAMS = "docker.io docker-cli containerd"  # of Debian 13; they run on 12, but for runc
+PROGRAMS = "docker.io docker-cli docker-compose containerd"  # of Debian 13; they run on 12, but for runc
+IPTABLES = "iptables libip4tc2 libip6tc2 libxtables12 libmnl0 libnfnetlink0 libnetfilter-conntrack3 libnftnl11"
 PACKAGES = """libc6 libc-bin base-files bash dash coreutils libacl1 libattr1 libselinux1 libpcre2-8-0 libgmp10 libssl3
 libtinfo6 grep sed findutils tar gzip diffutils procps libproc2-0 python3.11-minimal libpython3.11-minimal
 libpython3.11-stdlib zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1 libncursesw6 libreadline8
@@ -36,9 +37,17 @@ apt-get $A update
 cd $P/debs
 apt-get $A download PROGRAMS
 apt-get -qq update
-apt-get -o APT::Sandbox::User=root -qq download runc tini
+apt-get -o APT::Sandbox::User=root -qq download runc tini IPTABLES
 for d in *.deb; do dpkg-deb -x $d $P/tree; done
 rm -rf $P/debs $P/apt $P/tree/usr/share
+L=$(dirname $P/tree/usr/lib/*/xtables)
+for name in iptables ip6tables; do  # by which the engine answers for the names of services
+    printf '#!/bin/sh\nLD_LIBRARY_PATH=%s XTABLES_LIBDIR=%s/xtables exec %s %s "$@"\n' \
+        $L $L $P/tree/usr/sbin/xtables-legacy-multi $name > $P/tree/usr/sbin/$name
+    chmod 755 $P/tree/usr/sbin/$name
+done
+mkdir -p $P/config/cli-plugins
+ln -sf $P/tree/usr/libexec/docker/cli-plugins/* $P/config/cli-plugins/
 
 R=$P/rootfs
 mkdir -p $P/debs $R/usr/bin $R/usr/sbin $R/usr/lib $R/usr/lib64
@@ -67,18 +76,25 @@ def _prefix() -> Path:
     """The folder of programs and image, filled once."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
     base.mkdir(parents=True, exist_ok=True)
-    prefix = base / "docker-engine-2"
+    prefix = base / "docker-engine-3"
     with open(base / "docker-engine.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (prefix / "ok").exists():
             shutil.rmtree(prefix, ignore_errors=True)
             prefix.mkdir()
             recipe = INSTALL.replace("PROGRAMS", PROGRAMS).replace("PACKAGES", " ".join(PACKAGES.split()))
+            recipe = recipe.replace("IPTABLES", IPTABLES)
             done = subprocess.run(["bash", "-c", recipe, "_", prefix], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoEngine(f"its programs cannot be had: {done.stderr.strip()[-500:]}")
             (prefix / "ok").touch()
     return prefix
+
+
+def variables() -> dict[str, str]:
+    """By which the programs `docker` and `docker compose` are found; those of the machine come first."""
+    prefix = _prefix()
+    return {"DOCKER_CONFIG": str(prefix / "config"), "PATH": f"{os.environ['PATH']}:{prefix}/tree/usr/bin"}
 
 
 @contextlib.contextmanager
@@ -106,6 +122,9 @@ def running() -> Iterator[str]:
             raise NoEngine(f"it does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
         yield url
     finally:
+        if left := _docker(env, "ps", "--all", "--quiet").stdout.split():
+            _docker(env, "rm", "--force", *left)
+        _docker(env, "network", "prune", "--force")  # their bridges are the machine's
         daemon.terminate()
         try:
             daemon.wait(30)

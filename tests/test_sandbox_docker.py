@@ -56,6 +56,26 @@ async def test_there_is_no_network_no_capability_and_no_way_to_more(box: Docker)
     assert (await box.run("kill -9 1; sleep 0.2; echo alive", timeout=10)).stdout == "alive\n"
 
 
+async def test_users_are_apart_and_root_is_above_them_only_where_that_is_asked_for(docker_image: str) -> None:
+    secret = "umask 077; mkdir /tmp/own && echo mine > /tmp/own/file; (setsid sleep 3456 > /dev/null 2>&1 &)"
+    for root in (False, True):
+        async with create("docker", Spec(image=docker_image, limits=LIMITS, root=root)) as box:
+            assert (await box.run(secret, timeout=10, user="agent")).exit_code == 0
+            assert (await box.run("ps -eo args | grep -c '[3]456'", timeout=10)).stdout == "0\n"
+            assert (await box.run("cat /tmp/own/file; chown agent /etc/passwd", timeout=10)).exit_code == 1 - root
+            for attack in ("cat /etc/shadow; test $? = 1", "touch /usr/x", "kill -9 1", "su root -c true"):
+                refused = (await box.run(attack, timeout=10, user="agent")).exit_code
+                assert (refused == 0) == attack.startswith("cat"), attack
+            rights = await box.run("grep -E 'Cap(Eff|Amb|Inh)' /proc/self/status | cut -f 2", timeout=10, user="agent")
+            assert rights.stdout.split() == ["0" * 16] * 3
+            if root:
+                assert await box.read("/tmp/own/file") == b"mine\n"
+                await box.write("/tmp/own/other", b"x")
+            else:
+                with pytest.raises(SandboxError, match="Permission denied"):
+                    await box.read("/tmp/own/file")
+
+
 FORKED = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(4321)"
 DAEMON = f"(setsid python3 -c '{FORKED}' > /dev/null 2>&1 &)"
 

@@ -57,6 +57,17 @@ async def test_input_environment_and_folder(box: Sandbox, monkeypatch: pytest.Mo
     assert (await box.execute(("/usr/bin/printf", "%s|", "a b", "$OWN", ""), timeout=10)).stdout == "a b|$OWN||"
 
 
+async def test_a_command_runs_as_the_user_that_is_asked_for(box: Sandbox) -> None:
+    known = type(box).users()
+    own = (await box.run("id -u", timeout=10)).stdout
+    for name in ("agent", "1000", "0") if known is None else known:
+        uid = (await box.run("id -u", timeout=10, user=name)).stdout
+        assert uid == ({"agent": "1000\n"}.get(name, f"{name}\n") if known is None else own)
+    with pytest.raises(SandboxError, match=r"unable to find user|runs commands as .* only, not as 'absent'"):
+        await box.run("true", timeout=10, user="absent")
+    assert (await box.run("id -u", timeout=10)).stdout == own
+
+
 async def test_input_that_nobody_reads_is_no_error(box: Sandbox) -> None:
     assert (await box.run("exit 0", timeout=10, stdin=b"x" * 300_000)).exit_code == 0
 

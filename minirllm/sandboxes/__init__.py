@@ -59,10 +59,12 @@ class Spec:
     image: str = ""
     build: Path | None = None  # a folder with a Dockerfile, of which the image is built
     build_seconds: float = 600.0  # for having the image, built or fetched
+    compose: Path | None = None  # a Compose file: the sandbox is its service `main`, the others run beside it
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)  # of every command
     forward: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a port inside -> (host, port) out here
     binds: Mapping[str, str] = field(default_factory=dict)  # a file or folder out here -> its place inside, read-only
+    root: bool = False  # where users are inside, root may do what it likes with their files and processes
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Result:
 @dataclass(frozen=True)
 class Command:
     """One program to run. `env` is all that it sees; without a `cwd` it begins where commands do; of each stream
-    `output` bytes are kept, the last ones with `tail`; of stdout so many go to the `sink`, if there is one."""
+    `output` bytes are kept, the last ones with `tail`; of stdout so many go to the `sink`, if there is one. Without a
+    `user` it is run as the sandbox's own."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -97,6 +100,7 @@ class Command:
     timeout: float  # seconds
     output: int
     tail: bool
+    user: str | None = None
     sink: Sink | None = None
 
     def outputs(self) -> tuple[Kept, Kept]:
@@ -127,6 +131,16 @@ class Sandbox(ABC):
     def running(self) -> bool:
         """Is it there, between `start` and `close`?"""
 
+    @classmethod
+    def users(cls) -> tuple[str, ...] | None:
+        """Whom a command can be run as, by names and numbers; None: whoever the system inside knows."""
+        return ()
+
+    @property
+    def superuser(self) -> str | None:
+        """Who can do everything with the files inside, see `Spec.root`; None: the sandbox's own user is all there is."""
+        return None
+
     @property
     def variables(self) -> Mapping[str, str]:
         """Of every command, below those of the spec."""
@@ -139,6 +153,13 @@ class Sandbox(ABC):
     @abstractmethod
     async def snapshot(self) -> str:
         """Keep the files as they are now, and say under which id. Running processes are not in it."""
+
+    async def service(self, name: str) -> Sandbox:
+        """One that runs beside this one, see `Spec.compose`; it ends with this one. Raises SandboxError without it."""
+        raise SandboxError(f"No service {name} runs beside this sandbox.")
+
+    async def halt(self) -> None:
+        """End what still runs in it. The files can still be had, and so can services beside it."""
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as undo:
@@ -162,14 +183,15 @@ class Sandbox(ABC):
         cwd: str | None = None,
         output: int | None = None,
         tail: bool = False,
+        user: str | None = None,
     ) -> Result:
         """Run one program to its end, or for `timeout` seconds; nothing that it started outlives it. `env` is added to
         the sandbox's own, never this process's; `output` overrides the limit, and with `tail` so many of the last bytes
-        are kept, however many there were. Raises SandboxError when the sandbox itself fails or `cwd` is no folder,
-        never for what programs do: where one has removed the folder that commands begin in unless told otherwise, the
-        next has exit code 125."""
+        are kept, however many there were. `user` is a name or a number of one inside. Raises SandboxError when the
+        sandbox itself fails, `cwd` is no folder or there is no such user, never for what programs do: where one has
+        removed the folder that commands begin in unless told otherwise, the next has exit code 125."""
         limit = output or self.spec.limits.output
-        return await self._carry(Command(tuple(argv), env or {}, cwd, stdin, timeout, limit, tail))
+        return await self._carry(Command(tuple(argv), env or {}, cwd, stdin, timeout, limit, tail, user))
 
     async def _carry(self, command: Command) -> Result:
         """`carry_out`, of what can be started, with all variables, and whole where the sandbox does not stream."""
@@ -177,6 +199,7 @@ class Sandbox(ABC):
             raise SandboxError("The sandbox is closed.")
         command = replace(command, env={**self.variables, **self.spec.env, **command.env})
         _check(command.argv, command.env, command.cwd or "")
+        check_user(type(self), command.user)
         if self.streams:
             return await self.carry_out(command)
         stdin, sink = command.stdin, command.sink
@@ -194,12 +217,15 @@ class Sandbox(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         stdin: bytes = b"",
+        user: str | None = None,
     ) -> Result:
         """Run a line of bash."""
-        return await self.execute((BASH, "-c", command), timeout=timeout, env=env, cwd=cwd, stdin=stdin)
+        return await self.execute((BASH, "-c", command), timeout=timeout, env=env, cwd=cwd, stdin=stdin, user=user)
+
+    # files go in and come out as the superuser, where there is one, else as the sandbox's own user
 
     async def read(self, path: str) -> bytes:
-        """The content of a file, as the sandbox's user sees it. Raises SandboxError when it cannot be read."""
+        """The content of a file. Raises SandboxError when it cannot be read."""
         return await self._script('cat -- "$1"', path, output=self.spec.limits.disk)
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
@@ -236,7 +262,7 @@ class Sandbox(ABC):
         """The output of a script of which $1 is `path`."""
         argv = (BASH, "-c", script, "_", str(self._absolute(path)))
         limit = output or self.spec.limits.output
-        done = await self._carry(Command(argv, {}, "/", stdin, FILE_SECONDS, limit, False, sink))
+        done = await self._carry(Command(argv, {}, "/", stdin, FILE_SECONDS, limit, False, self.superuser, sink))
         if done.exit_code or done.timed_out or done.flooded:
             why = done.stderr.strip() or ("it is too large" if done.flooded else f"exit code {done.exit_code}")
             raise SandboxError(f"{path} in the sandbox: {why}.")
@@ -259,7 +285,7 @@ def kind(name: str) -> type[Sandbox]:
 def create(name: str, spec: Spec | None = None) -> Sandbox:
     """A sandbox of this kind, not started yet. Raises ConfigError when there is no such kind, or it has no images."""
     made = kind(name)(spec or Spec())
-    if not made.images and (made.spec.image or made.spec.build):
+    if not made.images and (made.spec.image or made.spec.build or made.spec.compose):
         raise ConfigError(f"The sandbox {name} has no images: take docker.")
     return made
 
@@ -277,6 +303,15 @@ def find_snapshot(kind: str, id: str) -> Path:
     if not id or Path(id).name != id or not folder.is_dir():
         raise SandboxError(f"There is no {kind} snapshot {id!r}.")
     return folder
+
+
+def check_user(kind: type[Sandbox], user: str | None) -> None:
+    """Raises SandboxError when this kind of sandbox can run nothing as `user`."""
+    known = kind.users()
+    if user is not None and known is not None and user not in known:
+        name = next((name for name, place in SANDBOXES.items() if place.endswith(f":{kind.__name__}")), kind.__name__)
+        only = " or ".join(known) or "its own user"
+        raise SandboxError(f"The sandbox {name} runs commands as {only} only, not as {user!r}: take docker.")
 
 
 def _check(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
@@ -323,3 +358,4 @@ async def to_end(function: Callable[..., T], *arguments: Any) -> T:
         while not running.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
+        running.exception()  # has been seen

@@ -19,14 +19,16 @@ import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from docker.errors import DockerException
+from docker.errors import APIError, DockerException
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, engine
+from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, engine, to_end
 from minirllm.sandboxes.cgroup import LAST, MOUNT, end, oom_kills
+from minirllm.sandboxes.compose import Project
 from minirllm.sandboxes.netns import Forward
 from minirllm.sandboxes.pipes import feed
 
@@ -43,6 +45,7 @@ for round in {1..100}; do
     [ "$found" ] || exit 0
 done
 """
+ROOT = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]  # capabilities, see `Spec.root`
 POLL = 0.25  # seconds between questions whether a command that keeps its outputs open has ended
 BUILDERS = ThreadPoolExecutor(4, "image")
 
@@ -57,6 +60,7 @@ class Docker(Sandbox):
         self.api: Any = None
         self.host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         self.container = ""
+        self.project: Project | None = None  # what runs beside it
         self.pid = 0  # of its first process, as this machine sees it; 0 on another machine, or without root
         self._forward = Forward({})
 
@@ -70,19 +74,26 @@ class Docker(Sandbox):
                 image = await loop.run_in_executor(BUILDERS, self._image)
         except TimeoutError:
             raise SandboxError(f"The image was not there within {self.spec.build_seconds:.3g} s.") from None
-        await asyncio.to_thread(self._make, image)
+        await to_end(self._make if self.spec.compose is None else self._compose, image)
         if self.spec.forward and not self.pid:
             raise SandboxError("Ports are forwarded only by root into containers of an engine on this machine.")
 
     def _image(self) -> str:
+        if self.spec.compose and self.spec.snapshot is None and not (self.spec.build or self.spec.image):
+            return ""  # the file says which
         return engine.image(self.api, self.spec.snapshot, self.spec.build, self.spec.image or IMAGE)
+
+    def _compose(self, image: str) -> None:
+        self.project = Project(self.api, self.host, self.spec)
+        self.container = self.project.up(image, ROOT)
+        self._run()
 
     def _make(self, image: str) -> None:
         limits = self.spec.limits
         with engine.told("The container cannot be started"):
-            self.work = self.api.inspect_image(image)["Config"].get("WorkingDir") or WORK
+            self.work = engine.folder(self.api, image) or WORK
             host = self.api.create_host_config(
-                init=True, network_mode="none", cap_drop=["ALL"], security_opt=["no-new-privileges"],
+                init=True, network_mode="none", cap_drop=["ALL"], cap_add=ROOT if self.spec.root else [], security_opt=["no-new-privileges"],
                 mem_limit=limits.memory, memswap_limit=limits.memory, pids_limit=limits.processes + 1,
                 nano_cpus=int(limits.cpus * 1e9), shm_size=64 * MIB,
                 binds={source: {"bind": place, "mode": "ro"} for source, place in self.spec.binds.items()},
@@ -98,7 +109,13 @@ class Docker(Sandbox):
         """Start the container, or start it again: a program can end all others in it."""
         with engine.told("The container cannot be started"):
             self.api.start(self.container)
-            pid = self.api.inspect_container(self.container)["State"]["Pid"]
+        self._found()
+
+    def _found(self) -> None:
+        with engine.told("The container cannot be started"):
+            state = self.api.inspect_container(self.container)
+        self.work = state["Config"].get("WorkingDir") or "/"
+        pid = state["State"]["Pid"]
         self.pid = pid if os.geteuid() == 0 and self._group(pid) else 0
 
     async def close(self) -> None:
@@ -107,6 +124,9 @@ class Docker(Sandbox):
         if self.container:
             container, self.container = self.container, ""
             await asyncio.to_thread(engine.remove, self.api, container)
+        if self.project is not None:
+            project, self.project = self.project, None
+            await to_end(project.down)
         if self.api is not None:
             api, self.api = self.api, None
             await asyncio.to_thread(api.close)
@@ -121,10 +141,39 @@ class Docker(Sandbox):
 
         return await asyncio.to_thread(commit)
 
+    async def service(self, name: str) -> Sandbox:
+        """See `Sandbox.service`."""
+        if self.project is None:
+            return await super().service(name)
+        beside = Docker(replace(self.spec, compose=None, forward={}, env={}))
+        beside.api = self.api
+        beside.container = await asyncio.to_thread(self.project.container, name)
+        await asyncio.to_thread(beside._found)
+        return beside
+
+    async def halt(self) -> None:
+        """See `Sandbox.halt`."""
+
+        def kill() -> None:
+            with contextlib.suppress(APIError):  # it has ended
+                self.api.kill(self.container)
+
+        await asyncio.to_thread(kill)
+
     @property
     def running(self) -> bool:
         """See `Sandbox.running`."""
         return bool(self.container)
+
+    @classmethod
+    def users(cls) -> None:
+        """See `Sandbox.users`."""
+        return None
+
+    @property
+    def superuser(self) -> str | None:
+        """See `Sandbox.superuser`."""
+        return "0" if self.spec.root else None
 
     async def carry_out(self, command: Command) -> Result:
         """See `Sandbox.carry_out`."""
@@ -184,7 +233,7 @@ class _Call:
             self.id = self.api.exec_create(
                 self.box.container, [BASH, "-c", BEGIN, "_", *self.command.argv], stdin=True,
                 environment=[f"{name}={value}" for name, value in variables.items()],
-                workdir=self.command.cwd or self.box.work,
+                workdir=self.command.cwd or self.box.work, user=self.command.user or "",
             )["Id"]  # fmt: skip
 
     async def run(self) -> Result:
@@ -257,7 +306,8 @@ class _Call:
             end(self.group)
         elif self.id and not over:
             with contextlib.suppress(DockerException):
-                hunt = self.api.exec_create(self.box.container, [BASH, "-c", HUNT, "_", f"{MARK}={self.mark}"])
+                argv = [BASH, "-c", HUNT, "_", f"{MARK}={self.mark}"]
+                hunt = self.api.exec_create(self.box.container, argv, user=self.command.user or "")
                 self.api.exec_start(hunt["Id"])
 
     def _ended(self) -> tuple[int, bool]:

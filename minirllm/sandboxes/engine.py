@@ -14,9 +14,11 @@ import socket
 import struct
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import docker
@@ -99,7 +101,7 @@ def image(api: Any, snapshot: str | None, build: Path | None, name: str) -> str:
                     return snapshot
             raise SandboxError(f"There is no docker snapshot {snapshot!r}.")
         if build is not None:
-            return _built(api, build)
+            return built(api, build)
         try:
             api.inspect_image(name)
         except NotFound:
@@ -107,9 +109,21 @@ def image(api: Any, snapshot: str | None, build: Path | None, name: str) -> str:
         return name
 
 
-def _built(api: Any, context: Path) -> str:
+def folder(api: Any, image: str) -> str:
+    """Where an image's commands begin; empty where it does not say."""
+    with told("The image cannot be had"):
+        return str(api.inspect_image(image)["Config"].get("WorkingDir") or "")
+
+
+def built(
+    api: Any,
+    context: Path,
+    dockerfile: str = "Dockerfile",
+    args: Mapping[str, str] = MappingProxyType({}),
+    target: str | None = None,
+) -> str:
     """The image of a folder with a Dockerfile, by a name that only these files have. Built once."""
-    state = sha256()
+    state = sha256(json.dumps([dockerfile, dict(args), target]).encode())
     for path in sorted(context.rglob("*")):
         info = path.lstat()
         state.update(f"{path.relative_to(context).as_posix()}\0{info.st_mode}\0".encode())
@@ -121,10 +135,13 @@ def _built(api: Any, context: Path) -> str:
             api.inspect_image(name)
             return name
         said = ""
-        for line in api.build(path=str(context), tag=name, rm=True, forcerm=True, decode=True):
+        for line in api.build(
+            path=str(context), dockerfile=dockerfile, buildargs=dict(args), target=target or "", tag=name, rm=True,
+            forcerm=True, decode=True,
+        ):  # fmt: skip
             if "error" in line:
                 why = f"{line['error'].strip()}. {said.strip()[-300:]}"
-                raise SandboxError(f"{context}/Dockerfile cannot be built: {why}")
+                raise SandboxError(f"{context}/{dockerfile} cannot be built: {why}")
             said += line.get("stream", "")
     return name
 
@@ -152,13 +169,30 @@ def clear(api: Any, host: str) -> None:
     if host in _cleared:
         return
     _cleared.add(host)
-    with told("The engine's containers cannot be listed"):
-        for found in api.containers(all=True, filters={"label": OWNER}):
-            boot, pid, began = [*found["Labels"][OWNER].split(":"), "", ""][:3]
-            if boot == _boot() and pid.isdigit() and _began(int(pid)) != began:
-                remove(api, found["Id"])
+    with told("What is left on the engine cannot be listed"):
+        filters = {"label": OWNER}
+        networks, volumes = api.networks(filters=filters), api.volumes(filters=filters)["Volumes"] or []
+        owners = {found["Labels"][OWNER] for found in (*api.containers(all=True, filters=filters), *networks, *volumes)}
+    for owner in owners:
+        boot, pid, began = [*owner.split(":"), "", ""][:3]
+        if boot == _boot() and pid.isdigit() and _began(int(pid)) != began:
+            remove_all(api, [f"{OWNER}={owner}"])
 
 
 def remove(api: Any, container: str) -> None:
     with contextlib.suppress(NotFound), told("The container cannot be removed"):
         api.remove_container(container, force=True, v=True)
+
+
+def remove_all(api: Any, labels: list[str]) -> None:
+    """All containers, networks and volumes with these labels."""
+    filters = {"label": labels}
+    with told("What is left on the engine cannot be removed"):
+        for found in api.containers(all=True, filters=filters):
+            remove(api, found["Id"])
+        for found in api.networks(filters=filters):
+            with contextlib.suppress(NotFound):
+                api.remove_network(found["Id"])
+        for found in api.volumes(filters=filters)["Volumes"] or []:
+            with contextlib.suppress(NotFound):
+                api.remove_volume(found["Name"], force=True)

@@ -184,6 +184,11 @@ class Local(Sandbox):
         """See `Sandbox.running`."""
         return self._lock >= 0
 
+    @classmethod
+    def users(cls) -> tuple[str, ...]:
+        """See `Sandbox.users`."""
+        return ("agent", str(UID))
+
     @property
     def variables(self) -> Mapping[str, str]:
         """See `Sandbox.variables`."""

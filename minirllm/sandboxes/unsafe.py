@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pwd
 import shutil
 import signal
 import tempfile
@@ -55,6 +56,13 @@ class Unsafe(Sandbox):
     def running(self) -> bool:
         """See `Sandbox.running`."""
         return self.work != WORK
+
+    @classmethod
+    def users(cls) -> tuple[str, ...]:
+        """See `Sandbox.users`."""
+        with contextlib.suppress(KeyError):
+            return (pwd.getpwuid(os.getuid()).pw_name, str(os.getuid()))
+        return (str(os.getuid()),)
 
     @property
     def variables(self) -> Mapping[str, str]:
