@@ -1,7 +1,8 @@
 """A Docker engine of the tests' own, without any image registry: Debian's programs in a folder of the user's cache.
 
 `running()` starts one for a block, with its own data, and ends it; NoEngine says why there can be none here. Needs root
-and Debian's package mirror, once (some 80 MB). `variables()` names its programs. The image `local/py:1` is bash, coreutils and Python, made of packages.
+and Debian's package mirror, once (some 80 MB). `variables()` tells where its programs are. The image
+`local/py:1` is bash, coreutils and Python, made of packages.
 """
 
 from __future__ import annotations

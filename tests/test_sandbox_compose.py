@@ -132,12 +132,13 @@ async def test_all_of_it_ends_with_the_sandbox(docker_image: str, file: Any) -> 
         assert [len(there[kind]) for kind in ("containers", "networks", "volumes")] == [2, 1, 1]
         await made.run("echo kept > file; kill -9 -1", timeout=20)
         await asyncio.sleep(0.5)
-        assert (await made.run(f"cat file; {get('http://db:8000/row')}", timeout=20)).stdout == "kept\nof the database\n"
+        again = await made.run(f"cat file; {get('http://db:8000/row')}", timeout=20)
+        assert again.stdout == "kept\nof the database\n"
         beside = await made.service("db")
         await made.halt()
         assert await beside.read("/srv/data/row") == b"of the database\n"
     assert await asyncio.to_thread(left) == NOTHING
-    with pytest.raises(SandboxError, match="cannot be used: .*db.* (exited|unhealthy)"):
+    with pytest.raises(SandboxError, match=r"cannot be used: .*db.* (exited|unhealthy)"):
         async with box(docker_image, file(db={"command": ["false"]})):
             pass
     assert await asyncio.to_thread(left) == NOTHING
@@ -158,7 +159,7 @@ async def test_a_start_that_is_cancelled_or_late_leaves_nothing(docker_image: st
             await starting
         assert await asyncio.to_thread(left) == NOTHING
     for _ in range(2):
-        with pytest.raises(SandboxError, match="was not up within 2 s|application not healthy after 2s"):
+        with pytest.raises(SandboxError, match=r"was not up within 2 s|application not healthy after 2s"):
             await use()
         assert await asyncio.to_thread(left) == NOTHING
 
@@ -208,7 +209,7 @@ async def test_images_of_services_are_built_and_main_can_be_a_snapshot(docker_im
         ({"volumes": ["../:/x"]}, {}, {}, "shows service main .*, which is no file beside it"),
         ({}, {"env_file": "/etc/passwd"}, {}, r"reads other files \(env_file\)"),
         ({}, {}, {"networks": {"default": {"external": True, "name": "host"}}}, "network default is none of its own"),
-        ({}, {}, {"volumes": {"kept": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}, "volume kept is"),
+        ({}, {}, {"volumes": {"kept": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}, "volume kept"),
         ({}, {"secrets": ["key"]}, {"secrets": {"key": {"file": "/etc/shadow"}}}, "secrets key is no file beside it"),
         ({}, {"build": "/etc"}, {}, "builds service db of /etc, which does not lie beside it"),
         ({"image": 3}, {}, {}, "cannot be used"),

@@ -138,7 +138,7 @@ class Sandbox(ABC):
 
     @property
     def superuser(self) -> str | None:
-        """Who can do everything with the files inside, see `Spec.root`; None: the sandbox's own user is all there is."""
+        """Who can do everything with the files inside, see `Spec.root`; None: there is the sandbox's own user only."""
         return None
 
     @property
@@ -159,7 +159,8 @@ class Sandbox(ABC):
         raise SandboxError(f"No service {name} runs beside this sandbox.")
 
     async def halt(self) -> None:
-        """End what still runs in it. The files can still be had, and so can services beside it."""
+        """End what still runs in it. Nothing can be run in it any more; services beside it go on."""
+        return None
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as undo:

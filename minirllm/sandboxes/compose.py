@@ -72,12 +72,16 @@ class Project:
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for found in self._containers([f"{PROJECT}={self.name}"]):  # at its time limit the program may say that all is well
+        self._check_up()
+        return self.container(MAIN)
+
+    def _check_up(self) -> None:
+        """Once its time is over, the program may say that all is well when it is not."""
+        for each in self._containers([f"{PROJECT}={self.name}"]):
             with engine.told("A service cannot be looked at"):
-                state = self.api.inspect_container(found["Id"])["State"]
+                state = self.api.inspect_container(each["Id"])["State"]
             if not state["Running"] or state.get("Health", {}).get("Status", "healthy") != "healthy":
                 raise self._refuse(f"was not up within {self.spec.build_seconds:.3g} s")
-        return self.container(MAIN)
 
     def container(self, service: str) -> str:
         """The id of a service's container. Raises SandboxError when there is none."""
@@ -99,9 +103,9 @@ class Project:
     def _compose(self, files: Iterable[Path], *arguments: str) -> str:
         """What `docker compose` says. Raises SandboxError."""
         own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_") or name in PASSED}
-        limits = {"CONTEXT_DIR": str(self.file.parent), "CPUS": f"{self.spec.limits.cpus:g}"}
-        limits["MEMORY"] = f"{self.spec.limits.memory}b"
-        command = [*program(os.environ.get("PATH", "")), "--project-name", self.name, "--project-directory", str(self.file.parent)]
+        beside = str(self.file.parent)
+        limits = {"CONTEXT_DIR": beside, "CPUS": f"{self.spec.limits.cpus:g}", "MEMORY": f"{self.spec.limits.memory}b"}
+        command = [*program(os.environ.get("PATH", "")), "--project-name", self.name, "--project-directory", beside]
         for file in files:
             command += ["--file", str(file)]
         try:
@@ -119,7 +123,7 @@ class Project:
     # ---- the rules ----
 
     def _held(self, model: dict[str, Any], image: str, rights: list[str]) -> dict[str, Any]:
-        """The model with every service, network and volume held to the rules. Raises SandboxError for what cannot be."""
+        """The model with every service, network and volume held to the rules. SandboxError for what cannot be."""
         if other := sorted(name for name in model if name not in TOP and not name.startswith("x-")):
             raise self._refuse(f"has {', '.join(other)}, which a sandbox does not give")
         services = {name: self._service(name, given, rights) for name, given in model["services"].items()}

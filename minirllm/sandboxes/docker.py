@@ -93,9 +93,9 @@ class Docker(Sandbox):
         with engine.told("The container cannot be started"):
             self.work = engine.folder(self.api, image) or WORK
             host = self.api.create_host_config(
-                init=True, network_mode="none", cap_drop=["ALL"], cap_add=ROOT if self.spec.root else [], security_opt=["no-new-privileges"],
-                mem_limit=limits.memory, memswap_limit=limits.memory, pids_limit=limits.processes + 1,
-                nano_cpus=int(limits.cpus * 1e9), shm_size=64 * MIB,
+                init=True, network_mode="none", cap_drop=["ALL"], cap_add=ROOT if self.spec.root else [],
+                security_opt=["no-new-privileges"], mem_limit=limits.memory, memswap_limit=limits.memory,
+                pids_limit=limits.processes + 1, nano_cpus=int(limits.cpus * 1e9), shm_size=64 * MIB,
                 binds={source: {"bind": place, "mode": "ro"} for source, place in self.spec.binds.items()},
                 ulimits=[{"Name": name, "Soft": n, "Hard": n} for name, n in (("fsize", limits.disk), ("core", 0))],
             )  # fmt: skip
