@@ -69,8 +69,9 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     """The batch of one step, a function of the episodes' contents: they may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
-    Episodes without a reward are counted and left out. `version` is the policy's. Raises LedgerError for a token to be
-    trained on that cannot be traced to a call on record, these weights and a finite logprob.
+    Episodes without a reward are counted and left out. `version` is that of the weights which sample this step. Raises
+    LedgerError for a token to be trained on that cannot be traced to a call on record, these weights and a finite
+    logprob.
     """
     batch = select(episodes, config, algorithm)
     forests = list[Forest]()
@@ -220,7 +221,7 @@ def _untraceable(tree: TokenTree, step: Step, nodes: list[int], version: int) ->
     for node in (tree.nodes[index] for index in chain):
         if node.weight_version != version:
             was = f"it was sampled by weights of version {node.weight_version}"
-            return used, f"{was}, but the policy is at version {version}"
+            return used, f"{was}, but those that sample this step have version {version}"
         if len(node.logprobs) != len(node.tokens):
             return used + min(len(node.logprobs), len(node.tokens)), "it has no logprob"
         for at, value in enumerate(np.array(node.logprobs, np.float64), used):

@@ -3,7 +3,8 @@
 Owns: the folder's files, atomic writing, checksums, which old ones go. Does not know: what a step does, when to save.
 
 ``checkpoints/step_000010/`` holds the weights in their standard form (peft adapter, or transformers model and
-tokenizer), ``optimizer.safetensors`` (AdamW's moments), ``state.json`` (trainer numbers and the caller's extra: run
+tokenizer), ``older.safetensors`` (earlier weights that rollouts ahead of training still sample from),
+``optimizer.safetensors`` (AdamW's moments), ``state.json`` (trainer numbers and the caller's extra: run
 seed, data cursor, best metric) and, written last, ``MANIFEST.json`` with the SHA-256 of every other file. There is no
 generator state to keep: all randomness is drawn from (seed, position). The folder is written under another name, synced
 to the disk and renamed, so a kill at any moment leaves the previous one.
@@ -129,6 +130,7 @@ def load(path: Path, policy: Policy, trainer: Stateful) -> dict[str, Any]:
     try:
         state = json.loads((path / STATE).read_text())
         policy.load_weights(path)
+        policy.load_kept(path)
         trainer.load_state_dict(load_file(path / OPTIMIZER), state["trainer"])
     except SafetensorError as error:
         raise CheckpointError(f"Checkpoint {path} holds a file that is no safetensors file: {error}.") from None

@@ -41,7 +41,7 @@ async def collect(
     step, keys = jobs[0].step, {(job.task.id, job.rollout_idx) for job in jobs}
     attempts = await asyncio.to_thread(store.attempts, step)
     if any(e.metadata.get(WEIGHTS) != weights for e in attempts.values()) or not keys >= attempts.keys():
-        await asyncio.to_thread(store.drop_after, step - 1)
+        await asyncio.to_thread(store.drop, step)
         attempts = {}
     finished = {key: episode for key, episode in attempts.items() if not episode.retried}
     missing = [

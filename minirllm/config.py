@@ -52,6 +52,7 @@ class Config:
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks (or rows, of fine-tuning) per step", 1)
     group_size: int = option(8, "rollouts per task", 1)
+    lag: int = option(0, "rollouts of so many later steps run while a step is trained, sampled by older weights", 0)
     seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
     concurrency: int = option(64, "rollouts in flight", 1)
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
@@ -84,7 +85,7 @@ class Config:
     correction: Literal["auto", "off", "token", "sequence", "mask"] = option(
         "auto",
         "weight of what another policy sampled, up to correction_cap: each token's, or its trajectory's (sequence), or "
-        "none beyond the cap (mask); auto: off",
+        "none beyond the cap (mask); auto: token with a lag, else off",
     )
     correction_cap: float = option(2.0, "largest weight of a correction; mask: also the smallest, 1 / cap", 1.0)
     kl_beta: float = option(0.0, "weight of the KL to the frozen base model (0 = off)", 0.0)

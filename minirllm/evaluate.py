@@ -216,7 +216,7 @@ def write(folder: Path, result: EvalResult) -> None:
     write_whole(folder / "items.jsonl", "".join(lines))
     write_whole(folder / "summary.json", json.dumps(result.to_dict(), indent=1) + "\n")
     store = EpisodeStore(folder / "episodes")
-    store.drop_after(-1)  # of an evaluation before this one
+    store.drop(0)  # of an evaluation before this one
     for episode in result.episodes:
         store.append(0, episode)
 

@@ -211,7 +211,7 @@ async def episode(
     )
     if sandbox:
         return await _inside(harness, task, context, sandbox, deadline)
-    split = "eval" if config.is_validation else "train"
+    split = "eval" if config.is_validation else f"train{config.metadata.get('ahead') or ''}"
     place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
         context = replace(

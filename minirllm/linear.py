@@ -63,20 +63,17 @@ def speed_up(model: nn.Module) -> None:
 class Linear(nn.Linear):
     """`nn.Linear`, computed by oneDNN."""
 
-    _blocked: Tensor | None = None
-    _blocked_of = -1  # the version of the weight, which every change in place counts up
-
     def quick(self) -> Tensor:
-        """The weight to compute with: itself while it learns, else its `packed` copy, made anew after a change."""
-        weight_OI = self.weight
+        """The weight to compute with: itself while it learns, else its `packed` copy, which it keeps until a change in
+        place: each counts up the weight's version."""
+        weight_OI: Any = self.weight
         if weight_OI.requires_grad and torch.is_grad_enabled():
-            return weight_OI
-        if self._blocked is None or self._blocked_of != weight_OI._version:
-            self._blocked, self._blocked_of = packed(weight_OI.detach()), weight_OI._version
-        return self._blocked
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_blocked": None}  # the packed copy cannot be copied
+            return self.weight
+        of, blocked_OI = getattr(weight_OI, "_blocked", (-1, self.weight))
+        if of != weight_OI._version:
+            blocked_OI = packed(weight_OI.detach())
+            weight_OI._blocked = weight_OI._version, blocked_OI
+        return blocked_OI
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

@@ -228,7 +228,12 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     tokens = _count(row, "tokens_generated") - _count(row, "tokens_kept")  # those now, in these seconds
     if tokens > 0 and row.get("seconds_generate"):
         parts.append(f"{tokens / row['seconds_generate']:.0f} tok/s")
-    seconds = (("seconds_generate", "generate"), ("seconds_train", "train"), ("seconds_eval", "evaluate"))
+    seconds = (
+        ("seconds_generate", "generate"),
+        ("seconds_waited", "waited"),
+        ("seconds_train", "train"),
+        ("seconds_eval", "evaluate"),
+    )
     parts += [f"{text} {row[name]:.1f} s" for name, text in seconds if row.get(name)]
     if level:
         parts.append(f"determinism {level}")
@@ -249,8 +254,9 @@ def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
         why = ", ".join(_counts(row, {**BRANCHES, "reread_tokens": "tokens read otherwise"}))
         parts.append(f"{_count(row, 'branches')} branches ({why})")
     if row.get("mismatch_max") is not None:
-        broken = level == "exact" and row["mismatch_max"] != 0
-        parts.append(f"mismatch {_show(row, 'mismatch_max', '.2g')}" + (" where exact promises 0" if broken else ""))
+        why = " where exact promises 0" if level == "exact" and row["mismatch_max"] != 0 else ""
+        why = f" (sampled by weights {row['lag']:.0f} updates old)" if row.get("lag") else why
+        parts.append(f"mismatch {_show(row, 'mismatch_max', '.2g')}{why}")
     return parts
 
 

@@ -18,9 +18,9 @@ from minirllm import config
 from minirllm.config import FIELDS, Config
 
 TRAIN = (
-    "model", "harness", "harness_full", "sandbox", "steps", "seed", "batch_size", "group_size", "lr", "lora_rank",
-    "temperature", "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every", "save_every",
-    "data", "runs_dir", "run", "trackers",
+    "model", "harness", "harness_full", "sandbox", "steps", "seed", "batch_size", "group_size", "lag", "lr",
+    "lora_rank", "temperature", "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every",
+    "save_every", "data", "runs_dir", "run", "trackers",
 )  # fmt: skip
 OUTSIDE = ("provider", "base_url", "key_env")
 SFT = (

@@ -27,10 +27,12 @@ from minirllm.tree import Forest, Spans, TokenTree, merge
 from minirllm.types import Episode
 
 
-async def build(episodes: Sequence[Episode], policy: Policy, config: Config, algorithm: Algorithm) -> Batch:
+async def build(
+    episodes: Sequence[Episode], policy: Policy, config: Config, algorithm: Algorithm, version: int
+) -> Batch:
     """`batch.build`. The metric ``kl_reference``, if the reward was charged, is the mean of a token."""
     costs = await charge(episodes, policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
-    learned = batch.build(episodes, config, algorithm, policy.version)
+    learned = batch.build(episodes, config, algorithm, version)
     learned.metrics |= costs
     return learned
 

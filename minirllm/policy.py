@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 
 transformers_logging.disable_progress_bar()  # bars of loading and saving would tear the display of a run
 
+OLDER = "older.safetensors"  # in a saved folder: weights of earlier versions, which rollouts under way sample from
 PROBED_LAYERS = 6  # the longest repeating pattern of layer kinds in use (Gemma 3: five sliding, one full)
 
 
@@ -61,6 +62,7 @@ class Policy:
         self.tokenizer, self.config = tokenizer, config
         self.device = next(model.parameters()).device
         self.version = 0
+        self.kept: dict[int, dict[str, torch.nn.Parameter]] = {}  # by version: copies of the trainable weights
         # given, so that none is built; unread
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         # in a small model, waking a second thread costs more than it brings
@@ -145,6 +147,43 @@ class Policy:
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
+    def keep(self) -> None:
+        """A copy of the weights as they are now, to sample from while they are trained."""
+        self.kept[self.version] = {
+            name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in self.trainable().items()
+        }
+
+    @contextmanager
+    def weights_of(self, version: int | None) -> Iterator[None]:
+        """Inside, the forward is that of the kept weights of `version`; None: of the weights as they are."""
+        if version is None:
+            yield
+            return
+        kept, live = self.kept[version], self.trainable()
+        if self.device.type == "cuda":  # a captured graph reads the memory of the live ones
+            tensors, others = [p.data for p in live.values()], [kept[name].data for name in live]
+            before = [tensor.clone() for tensor in tensors]
+            try:
+                torch._foreach_copy_(tensors, others)
+                yield
+            finally:
+                torch._foreach_copy_(tensors, before)
+            return
+        names = {id(parameter): name for name, parameter in live.items()}
+        places = [
+            (module._parameters, slot, p, kept[names[id(p)]])
+            for module in self.model.modules()
+            for slot, p in module._parameters.items()
+            if id(p) in names
+        ]
+        try:
+            for parameters, slot, _, other in places:
+                parameters[slot] = other
+            yield
+        finally:
+            for parameters, slot, own, _ in places:
+                parameters[slot] = own
+
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Name to parameter, in a fixed order."""
         return {name: p for name, p in sorted(self.model.named_parameters()) if p.requires_grad}
@@ -161,6 +200,9 @@ class Policy:
         """The adapter in peft's form, or the whole model with its tokenizer in transformers' form."""
         options = {"save_embedding_layers": False} if self.config.lora_rank else {}  # else peft asks the hub
         self.model.save_pretrained(folder, **options)
+        older = {version: kept for version, kept in self.kept.items() if version != self.version}
+        if older:
+            save_file({f"{v}/{name}": p.data for v, kept in older.items() for name, p in kept.items()}, folder / OLDER)
         if not self.config.lora_rank:
             self.tokenizer.save_pretrained(folder)
 
@@ -178,6 +220,14 @@ class Policy:
             if key not in saved or saved[key].shape != parameter.shape:
                 raise ModelError(f"{path} does not fit this model: {key} is missing or has another shape.")
             parameter.copy_(saved[key])
+
+    def load_kept(self, folder: Path) -> None:
+        """The older weights that `save` wrote beside the weights themselves, if any."""
+        self.kept = {}
+        for key, tensor in (load_file(folder / OLDER) if (folder / OLDER).is_file() else {}).items():
+            version, _, name = key.partition("/")
+            parameter = torch.nn.Parameter(tensor.to(self.device), requires_grad=False)
+            self.kept.setdefault(int(version), {})[name] = parameter
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class AnySession(ABC):
     max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
     max_streams: int = 16  # samples asked for at once; more wait here, in the order in which they came
     matcher: Matcher = normalized  # which messages are earlier ones, sent back
+    weights: int | None = None  # which version of the weights answers; None: the newest
     auxiliary: Classifier | None = None  # which requests are a harness's side calls
     clock: Callable[[], float] = time.time
 

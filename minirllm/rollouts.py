@@ -57,6 +57,7 @@ class Job(NamedTuple):
     validation: bool = False
     attempt: int = 0  # the first one to make: those before it have failed
     dropped: int = 0  # tokens that failed attempts had sampled
+    weights: int | None = None  # the version of those that answer; None: the policy's own
 
     def after(self, failed: Episode) -> Job:
         """The same with the next attempt."""
@@ -167,6 +168,7 @@ class Runner:
             seed_parts=(config.seed, split, step, job.task.id, job.rollout_idx, job.attempt),
             enforced=None if job.validation else SamplingParams(temperature=config.temperature),
             default_temperature=config.eval_temperature,
+            weights=job.weights,
             auxiliary=self.flow.auxiliary,
         )
 
@@ -181,6 +183,7 @@ class Runner:
                 "timeout": deadline.remaining(),
                 "rollout_idx": job.rollout_idx,
                 "step": job.step,
+                "ahead": job.step % (self.config.lag + 1),  # among the steps whose rollouts run at one time
                 "max_context": session.max_context,
                 "max_tokens": session.default_max_tokens,
                 "date": self.config.date,

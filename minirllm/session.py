@@ -237,6 +237,7 @@ class Session(AnySession):
                 flight.samples[index].seed,
                 stop=self.renderer.stop_check(flight.params.stop),
                 on_token=lambda token: flight.token(index, token),
+                weights=self.weights,
             )
         self._idle_since = time.monotonic()
         if completion.finish_reason == "abort" or not completion.token_ids:

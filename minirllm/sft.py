@@ -94,6 +94,7 @@ class _Answers(Sampler):
         *,
         stop: StopCheck | None = None,
         on_token: Callable[[SampledToken], None] | None = None,
+        weights: int | None = None,
     ) -> Completion:
         """The answer; its log-probabilities are not known, and not needed."""
         if (length := len(prompt_ids) + len(self.answer)) > self.max_context:

@@ -82,15 +82,13 @@ class EpisodeStore:
             found[episode.task_id, episode.rollout_idx] = episode
         return found
 
-    def drop_after(self, step: int) -> None:
-        """Remove the episodes of later steps. Raises CheckpointError when the disk refuses."""
-        for later in self.steps():
-            if later > step:
-                self._mended.discard(later)
-                try:
-                    self._path(later).unlink()
-                except OSError as error:
-                    raise CheckpointError(f"Cannot remove {self._path(later)}: {why(error)}.") from error
+    def drop(self, step: int) -> None:
+        """Remove the episodes of a step. Raises CheckpointError when the disk refuses."""
+        self._mended.discard(step)
+        try:
+            self._path(step).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"Cannot remove {self._path(step)}: {why(error)}.") from error
 
     def steps(self) -> list[int]:
         """The steps that have a file, ascending."""

@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from minirllm import evaluate, grouping, harness, penalty, watchdog
+from minirllm import ahead, evaluate, grouping, harness, penalty, watchdog
+from minirllm.ahead import Ahead, History
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.collect import collect, schedule, tokens
@@ -49,6 +49,7 @@ async def train(
     algorithm = roles.of(config)
     algorithm.validate(config)
     grouping.validate(config, algorithm)
+    ahead.validate(config)
     tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
@@ -60,29 +61,33 @@ async def train(
             await asyncio.to_thread(log.manifest, **stack.facts, **facts, data_revision=task.data_revision)
             runner = Runner(stack.sessions, stack.base_url, agent, task.evaluator, config)
             trainer = Trainer(stack.policy, config, algorithm, folder / "skipped")
+            run = _Run(config, log, stack, runner, trainer, stop, tasks)
             try:
-                return await _Run(config, log, stack, runner, trainer, stop).loop(tasks, held_out, resume)
+                return await run.loop(held_out, resume)
             finally:
+                await run.ahead.close()
                 await runner.close()
 
 
 class _Run:
     """The loop and what it carries from step to step."""
 
-    def __init__(self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Stop):
+    def __init__(
+        self, config: Config, log: RunLog, stack: Stack, runner: Runner, trainer: Trainer, stop: Stop, tasks: list[Task]
+    ):
         self.config, self.log, self.stack, self.runner, self.trainer = config, log, stack, runner, trainer
-        self.stop, self.store = stop, EpisodeStore(log.folder / "episodes")
+        self.stop, self.tasks, self.store = stop, tasks, EpisodeStore(log.folder / "episodes")
         self.saving = Saving(config, log, stack.policy, trainer)
+        self.history = History(stack.policy, config)  # which weights sample a step
+        self.ahead = Ahead(self.rollouts, config)
         self.best: dict[str, Any] = {"step": None, "reward": float("-inf")}
-        self.digest = ""  # of the weights that sample now
 
-    async def loop(self, tasks: list[Task], held_out: list[Task], resume: bool) -> dict[str, Any]:
-        """Steps ``done + 1`` to ``config.steps``. A step is a pure function of the weights before it and its number.
-        Returns its last row; of a run that was stopped before it made one, just the number of steps done."""
+    async def loop(self, held_out: list[Task], resume: bool) -> dict[str, Any]:
+        """Steps ``done + 1`` to ``config.steps``. A step is a pure function of its number, of the weights before it and
+        of those that sample it. Returns its last row; of a run that was stopped before it made one, the steps done."""
         config = self.config
         row: dict[str, Any] = {}
-        done = await self.restore() if resume else 0
-        self.digest = await self.stack.policy.run(self.stack.policy.weights_sha256)
+        done = await self.restore(resume)
         if done == 0 and held_out and not self.stop():
             row = {"step": 0, **await self.evaluate(held_out, 0)}
             await asyncio.to_thread(self.log.step, row)
@@ -91,23 +96,23 @@ class _Run:
                 return row or {"step": done}
             began = time.perf_counter()
 
-            episodes, tokens_kept = await self.rollouts(step, tasks)  # agents talk to the endpoint, calls are captured
-            generated = time.perf_counter()
+            # agents talk to the endpoint, calls are captured; with a lag, while earlier steps are trained
+            (episodes, tokens_kept), seconds = await self.ahead.take(step)
             learned = await self.batch(step, episodes)  # advantages, weights, forests of tokens
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
-            self.stack.engine.weights_changed()  # cached prefixes belong to the old weights
+            weights = await self.history.add(step)  # those after this step, for the steps that they sample
+            self.stack.engine.weights_changed()  # cached prefixes belong to the old ones
 
-            self.digest = await self.stack.policy.run(self.stack.policy.weights_sha256)
             row = {
                 "step": step,
                 **learned.metrics,
                 **metrics,
+                **seconds,
                 "tokens_generated": tokens(episodes),
                 "tokens_kept": tokens_kept,
                 "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
-                "seconds_generate": generated - began,
-                "weight_version": self.stack.policy.version,
-                "weights_sha256": self.digest,
+                "weight_version": weights.version,
+                "weights_sha256": weights.sha256,
             }
             last = step == config.steps
             if held_out and (last or (config.eval_every and step % config.eval_every == 0)):
@@ -120,17 +125,24 @@ class _Run:
                 await self.save(step)
         return row
 
-    async def rollouts(self, step: int, tasks: list[Task]) -> tuple[list[Episode], float]:
+    async def rollouts(self, step: int) -> tuple[list[Episode], float]:
         """`group_size` episodes of each of the step's tasks; and how many tokens those have that were on disk."""
-        scheduled = schedule(tasks, self.config, step)
-        jobs = [Job(task, i, step) for task in scheduled for i in range(self.config.group_size)]
-        tick = partial(self.progress, f"step {step}", len(jobs))
-        return await collect(self.runner, self.store, jobs, self.digest, tick)
+        scheduled, kept = schedule(self.tasks, self.config, step), self.history.kept(step)
+        jobs = [Job(task, i, step, weights=kept) for task in scheduled for i in range(self.config.group_size)]
+
+        def tick(done: int, sampled: float) -> None:
+            if step == self.ahead.awaited:  # of those that run ahead nothing is shown
+                self.progress(f"step {step}", len(jobs), done, sampled)
+
+        return await collect(self.runner, self.store, jobs, self.history.sampling(step).sha256, tick)
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
         try:
-            return await penalty.build(episodes, self.stack.policy, self.trainer.config, self.trainer.algorithm)
+            trainer, version = self.trainer, self.history.sampling(step).version
+            learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
+            learned.metrics |= self.history.staleness(step)
+            return learned
         except LedgerError as error:
             if step > 1:
                 await self.save(step - 1)
@@ -155,12 +167,13 @@ class _Run:
         self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(sampled))
 
     async def save(self, step: int) -> None:
-        await self.saving.save(step, {"best": self.best}, self.best["step"])
+        await self.saving.save(step, {"best": self.best, "sampling": self.history.state()}, self.best["step"])
 
-    async def restore(self) -> int:
+    async def restore(self, resume: bool) -> int:
         """How many steps are done already."""
-        done, extra = await self.saving.restore()
+        done, extra = await self.saving.restore() if resume else (0, {})
         self.best = extra.get("best", self.best)
+        await self.history.restore(done, extra.get("sampling", {}))
         return done
 
 

@@ -212,7 +212,7 @@ async def watched(files: Iterable[str | None], limit: float) -> Any:
         return [line for line in traceback.walk_stack(frame) if line[0].f_code.co_filename in names]
 
     def end(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - beats[-1] > limit and frame is not None and blocking(frame):
+        if not over.is_set() and time.monotonic() - beats[-1] > limit and frame is not None and blocking(frame):
             raise TimeoutError(f"it blocked the event loop for {limit:.3g} s")
 
     def look() -> None:
@@ -243,5 +243,5 @@ async def watched(files: Iterable[str | None], limit: float) -> Any:
     finally:
         over.set()
         pulse.cancel()
-        if main:
+        if main and signal.getsignal(signal.SIGURG) is end:  # else another one began meanwhile, and goes on
             signal.signal(signal.SIGURG, before)

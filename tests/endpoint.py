@@ -47,7 +47,7 @@ class FakeEngine:
         self.ended = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, seed, *, stop=None, on_token=None
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed, *, stop=None, on_token=None, weights=None
     ) -> Completion:
         text = self.texts[min(self.calls, len(self.texts) - 1)]
         self.calls += 1

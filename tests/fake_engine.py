@@ -54,6 +54,7 @@ class FakeEngine:
         *,
         stop: StopCheck | None = None,
         on_token: Callable[[SampledToken], None] | None = None,
+        weights: int | None = None,
     ) -> Completion:
         self.calls.append((list(prompt_ids), params, seed))
         self.active += 1

@@ -49,8 +49,9 @@ class Recorder:
     def weights_changed(self) -> None: ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, *, stop: Any = None, on_token: Any = None
-    ) -> Completion:
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, *, stop: Any = None, on_token: Any = None,
+        weights: int | None = None,
+    ) -> Completion:  # fmt: skip
         one = Served(list(prompt_ids), seed)
         self.served.append(one)
 
@@ -60,7 +61,9 @@ class Recorder:
             on_token(token)
 
         try:
-            completion: Completion = await self.engine.generate(prompt_ids, params, seed, stop=stop, on_token=heard)
+            completion: Completion = await self.engine.generate(
+                prompt_ids, params, seed, stop=stop, on_token=heard, weights=weights
+            )
         except asyncio.CancelledError:
             one.end = "cancelled"
             raise

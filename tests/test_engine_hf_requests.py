@@ -192,3 +192,47 @@ async def test_a_model_with_a_state_instead_of_keys_is_refused(policy: Policy) -
             HFEngine(policy, config())
     finally:
         del policy.model.config.layer_types
+
+
+# -- versions of the weights -----------------------------------------------------------------------------------------
+
+
+async def test_requests_to_several_versions_at_once_have_the_bits_of_each_alone(policy: Policy) -> None:
+    """Equal prompts to three versions, in one engine at one time; no version takes over what another has computed."""
+    before = {name: parameter.detach().clone() for name, parameter in policy.trainable().items()}
+    asked, digest = prompts(3, 90, 200, seed=21), policy.weights_sha256()
+    try:
+        for _ in range(2):
+            policy.keep()
+            policy.version += 1
+            with torch.no_grad():
+                for parameter in policy.trainable().values():
+                    parameter.mul_(1.01)
+        async with serving(policy) as engine:
+            apart = {}
+            for weights in (0, 1, None):
+                for seed, prompt in enumerate(asked):
+                    engine.weights_changed()
+                    apart[weights, seed] = await engine.generate(prompt, FREE, seed, weights=weights)
+            joined = await asyncio.gather(
+                *[engine.generate(asked[seed], FREE, seed, weights=weights) for weights, seed in apart]
+            )
+            again = await engine.generate(asked[2], FREE, 2, weights=1)
+            flying = asyncio.create_task(engine.generate(asked[0], FREE, 0, weights=1))
+            await asyncio.sleep(0)
+            engine.weights_changed()  # not those that it asks
+            await flying
+        assert all(same(a, b) for a, b in zip(apart.values(), joined, strict=True))
+        assert [c.weight_version for c in joined] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert len({tuple(c.logprobs) for c in joined}) == 9
+        assert same(again, apart[1, 2])
+        assert same(flying.result(), apart[1, 0])
+        with policy.weights_of(0):
+            assert all(torch.equal(policy.model.get_parameter(name), before[name]) for name in before)
+        assert policy.weights_sha256() != digest
+    finally:
+        policy.kept.clear()
+        policy.version = 0
+        with torch.no_grad():
+            for name, parameter in policy.trainable().items():
+                parameter.copy_(before[name])

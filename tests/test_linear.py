@@ -132,3 +132,16 @@ def test_other_types_take_torchs_own_way() -> None:
     assert type(model.up) is nn.Linear
     x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     assert torch.equal(linear.product(x, weight), nn.functional.linear(x, weight))
+
+
+@NEEDS
+def test_weights_in_each_others_place_keep_packed_copies_of_their_own() -> None:
+    model, x = Net(), torch.randn(4, 24)
+    linear.speed_up(model)
+    own, other = model.up.weight, nn.Parameter(torch.zeros(40, 24), requires_grad=False)
+    with torch.no_grad():
+        before = model.up(x)
+        model.up._parameters["weight"] = other
+        assert torch.equal(model.up(x), model.up.bias.expand(4, 40))
+        model.up._parameters["weight"] = own
+        assert torch.equal(model.up(x), before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minirllm.algorithms import ALGORITHMS, Tokens, create
-from minirllm.algorithms.objective import kl, loss, steered, validate
+from minirllm.algorithms.objective import correction, kl, loss, steered, validate
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 
@@ -112,6 +112,12 @@ def test_a_correction_weighs_the_policy_gradient_and_not_the_kl():
     difference = math.log(2) - math.log(3)
     assert loss == pytest.approx([-3.0 + 0.5 * (2 / 3 - difference - 1)])
     assert gradient == pytest.approx([-3.0 + 0.5 * (1 - 2 / 3)])
+
+
+def test_without_a_word_each_token_is_corrected_where_older_weights_sample() -> None:
+    chosen = [correction(Config(lag=lag, correction=name)) for name in ("auto", "off", "mask") for lag in (0, 1)]
+    assert chosen == ["off", "token", "off", "off", "mask", "mask"]
+    validate(Config(lag=1, correction_cap=3.0))
 
 
 @pytest.mark.parametrize(

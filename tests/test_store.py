@@ -232,12 +232,12 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert len(store.finished(1)) == 2
 
 
-def test_later_steps_are_dropped(tmp_path: Path) -> None:
+def test_a_step_is_dropped(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path / "e")
-    store.drop_after(0)  # nothing there yet
+    store.drop(3)  # nothing there yet
     for step in (1, 2, 3, 12):
         store.append(step, Episode(task_id="a"))
-    store.drop_after(2)
-    assert store.steps() == [1, 2]
+    store.drop(3)
+    assert store.steps() == [1, 2, 12]
     store.append(3, Episode(task_id="b"))
     assert list(store.finished(3)) == [("b", 0)]

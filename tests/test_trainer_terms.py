@@ -135,7 +135,7 @@ async def test_the_kl_in_the_reward_steers_too_and_a_skipped_step_does_not(make_
     policy = await asyncio.to_thread(make_policy, **options)
     episodes = sampled_group(policy, [1.0, 0.0])
     trainer = Trainer(policy, policy.config, GRPO)
-    batch = await penalty.build(episodes, policy, trainer.config, GRPO)
+    batch = await penalty.build(episodes, policy, trainer.config, GRPO, policy.version)
     await trainer.update(batch)
     assert trainer.config.kl_beta == pytest.approx(0.1 * 1.02)
     batch.forests[0].advantage_T[batch.forests[0].trained_T] = math.nan

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from minirllm import AgentConfig, Episode, Task, evaluator
+from minirllm import AgentConfig, Episode, Task, evaluator, watchdog
 from minirllm.client import chat
 from minirllm.rollouts import Job
 from minirllm.types import TerminationReason
@@ -337,3 +338,18 @@ async def test_a_slow_but_honest_client_is_served(hasty: Place) -> None:
 
 
 real_sleep = time.sleep
+
+
+async def test_watches_that_overlap_do_not_end_each_other() -> None:
+    """Rollouts of the next step begin before those of this one end."""
+    before = signal.getsignal(signal.SIGURG)
+    first, second = watchdog.watched([None], 100), watchdog.watched([None], 100)
+    await first.__aenter__()
+    await second.__aenter__()
+    inner = signal.getsignal(signal.SIGURG)
+    await first.__aexit__(None, None, None)
+    assert signal.getsignal(signal.SIGURG) is inner  # the second still watches
+    await second.__aexit__(None, None, None)
+    os.kill(os.getpid(), signal.SIGURG)  # nobody listens any more
+    await asyncio.sleep(0)
+    signal.signal(signal.SIGURG, before)

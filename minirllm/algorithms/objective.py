@@ -31,8 +31,8 @@ from minirllm.errors import ConfigError
 
 
 def correction(config: Config) -> str:
-    """Which correction is made: ``auto`` is the one for what was sampled by the very weights that it trains, none."""
-    return "off" if config.correction == "auto" else config.correction
+    """Which correction is made: ``auto`` is each token's where older weights sample, and else none."""
+    return ("token" if config.lag else "off") if config.correction == "auto" else config.correction
 
 
 def in_loss(config: Config) -> bool:

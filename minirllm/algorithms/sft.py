@@ -13,10 +13,10 @@ from minirllm.algorithms import Group, Loss, Tokens, refuse
 from minirllm.config import Config
 
 WITHOUT_EFFECT = (
-    "algorithm", "roles", "group_size", "temperature", "max_tokens", "norm_std", "inner_epochs", "mini_batches",
-    "clip_low", "clip_high", "dual_clip", "correction", "correction_cap", "kl_beta", "kl_in", "kl_estimator",
-    "kl_target", "entropy_bonus", "overlong_buffer", "mask_truncated", "loss_aggregation", "group_by", "credit",
-    "discount", "state_weight",
+    "algorithm", "roles", "group_size", "lag", "temperature", "max_tokens", "norm_std", "inner_epochs",
+    "mini_batches", "clip_low", "clip_high", "dual_clip", "correction", "correction_cap", "kl_beta", "kl_in",
+    "kl_estimator", "kl_target", "entropy_bonus", "overlong_buffer", "mask_truncated", "loss_aggregation", "group_by",
+    "credit", "discount", "state_weight",
 )  # fmt: skip
 
 

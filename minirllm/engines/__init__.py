@@ -25,11 +25,13 @@ class Sampler(Protocol):
         *,
         stop: StopCheck | None = None,
         on_token: Callable[[SampledToken], None] | None = None,
+        weights: int | None = None,
     ) -> Completion:
         """Sample until a stop token, `stop`, or `params.max_tokens` (clamped to the window; None = the window).
 
-        `on_token` is called on the event loop for each token in order. Cancelling the awaiting task frees the row at
-        once. Raises ContextOverflow before any work when the prompt leaves no room, EngineError when closed.
+        `weights` is the version of kept weights to sample from (None: the policy's own). `on_token` is called on the
+        event loop for each token in order. Cancelling the awaiting task frees the row at once. Raises ContextOverflow
+        before any work when the prompt leaves no room, EngineError when closed.
         """
 
 
@@ -43,7 +45,8 @@ class Engine(Sampler, Protocol):
         """End; requests in flight raise EngineError."""
 
     def weights_changed(self) -> None:
-        """The weights were updated in place: drop every cached prefix. Called between generations, on the loop."""
+        """The policy's own weights were updated in place: drop the prefixes cached of them, and of weights that are
+        kept no more. Called on the loop, between generations of the policy's own weights."""
 
 
 ENGINES: dict[str, str] = {

@@ -1,7 +1,8 @@
 """The engine over the plain Hugging Face module: continuous batching on the one copy of the weights.
 
 Owns: the queue, which tokens run in the next forward, and delivery of what was sampled. Requests are admitted and leave
-between forwards. One forward is one call on the device lane, so training and generation interleave without locks.
+between forwards. One forward is one call on the device lane, so training and generation interleave without locks, and
+has one version of the weights: a request may name one that the policy keeps.
 Does not know: text, HTTP, sessions, the optimizer.
 
 exact, off: a forward holds one token of every running sequence and prompt chunks of several others. At the exact level
@@ -24,7 +25,7 @@ import numpy as np
 
 from minirllm.config import Config
 from minirllm.engines.sampling import Ending, Rows, Samples, effective_temperature, is_special, key
-from minirllm.engines.slots import Slots
+from minirllm.engines.slots import OWN, Slots
 from minirllm.engines.step import Chunk, Runner, Step
 from minirllm.errors import ContextOverflow, EngineError, ModelError
 from minirllm.policy import Policy
@@ -41,6 +42,7 @@ class _Request:
     key: int
     number: int  # in order of arrival
     future: asyncio.Future[SampledToken]  # the next token
+    weights: int | None = None  # a kept version; None: the policy's own
     slot: int = -1
     ready: bool = False  # the last token was looked at and the sequence goes on
     cached: int = 0
@@ -79,7 +81,8 @@ class HFEngine:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ended: str | None = "the engine was not started"
-        self._prefill_next = True
+        self._turn: int | None = None  # whose weights' forward was the last one
+        self._prefilled: set[int | None] = set()  # weights whose last forward was a prefill
 
     # -- the protocol -----------------------------------------------------------------------------------------------
 
@@ -109,6 +112,7 @@ class HFEngine:
         *,
         stop: StopCheck | None = None,
         on_token: Callable[[SampledToken], None] | None = None,
+        weights: int | None = None,
     ) -> Completion:
         """See `engines.Engine`. What `stop` and `on_token` raise is raised here, and ends this request only."""
         room = self.max_context - len(prompt_ids)
@@ -120,8 +124,9 @@ class HFEngine:
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         ending = Ending(params, self.policy.eos_ids, limit, stop)
         temperature, version = effective_temperature(params.temperature), self.policy.version
+        version = version if weights is None else weights
         future: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
-        request = _Request(np.array(prompt_ids, np.int64), params, key(seed), next(self._numbers), future)
+        request = _Request(np.array(prompt_ids, np.int64), params, key(seed), next(self._numbers), future, weights)
         tokens: list[SampledToken] = []
         self._waiting.append(request)
         self._wake.set()
@@ -148,12 +153,12 @@ class HFEngine:
         del self._runner
 
     def weights_changed(self) -> None:
-        """Drop every cached prefix. Raises EngineError when requests are in flight."""
-        flying = len(self._waiting) + len(self._running)
+        """See `engines.Engine`. Raises EngineError when requests to the policy's own weights are in flight."""
+        flying = sum(request.weights is None for request in [*self._waiting, *self._running])
         if flying:
             raise EngineError(f"the weights changed while {flying} requests were in flight: update between generations")
         if self._ended is None:
-            self._slots.forget()
+            self._slots.forget(~np.isin(self._slots.weights_S, list(self.policy.kept)))
 
     # -- the scheduler, on the event loop ---------------------------------------------------------------------------
 
@@ -191,18 +196,18 @@ class HFEngine:
     def _plan(self) -> _Plan | None:
         """The next forward, or None when there is nothing to do."""
         self._admit()
-        stored_S = self._slots.stored_S
-        decode = [r for r in self._running if r.ready]
-        kept = [r for r in self._running if not r.sampled and not r.ready and stored_S[r.slot] == len(r.prompt)]
-        prefill = [r for r in self._running if stored_S[r.slot] < len(r.prompt)]
+        stored_S, running = self._slots.stored_S, self._next()
+        decode = [r for r in running if r.ready]
+        kept = [r for r in running if not r.sampled and not r.ready and stored_S[r.slot] == len(r.prompt)]
+        prefill = [r for r in running if stored_S[r.slot] < len(r.prompt)]
         if not self.fixed:
             self._close_up(decode)
-        elif prefill and (self._prefill_next or not decode):
+        elif prefill and (self._turn not in self._prefilled or not decode):
             prefill, decode = prefill[:1], []
         else:
             prefill = []
         chunks = self._chunks(prefill)
-        self._prefill_next = not chunks
+        (self._prefilled.add if chunks else self._prefilled.discard)(self._turn)
         if not (decode or chunks or kept):
             return None
         decode.sort(key=lambda r: r.slot)
@@ -218,8 +223,17 @@ class HFEngine:
             chunks,
             [r.slot for r in kept],
             _rows(sampling),
+            self._turn,
         )
         return _Plan(step, prefill[: len(chunks)], sampling)
+
+    def _next(self) -> list[_Request]:
+        """Those of the next forward's weights: it has one version of them, and versions take turns."""
+        versions = list(dict.fromkeys(r.weights for r in self._running if r.ready or not r.sampled))
+        if versions:
+            last = versions.index(self._turn) if self._turn in versions else -1
+            self._turn = versions[(last + 1) % len(versions)]
+        return [r for r in self._running if r.weights == self._turn]
 
     def _chunks(self, prefill: list[_Request]) -> list[Chunk]:
         """The next prompt tokens of the first requests, up to the budget of one forward."""
@@ -239,12 +253,13 @@ class HFEngine:
         Of those that come together the longest take the lowest slots: attention runs over a range of slots, and so the
         rows that reach into the later tiles lie side by side, for as long as all grow by one token a step."""
         for request in sorted(list(self._waiting)[: len(self._slots.free)], key=lambda r: -len(r.prompt)):
-            placement = self._slots.place(request.prompt)
+            weights = OWN if request.weights is None else request.weights
+            placement = self._slots.place(request.prompt, weights)
             if placement is None:
                 continue
             if placement.source != placement.target:
                 self._moves.append(("copy", (placement.source, placement.target, placement.reused)))
-            self._slots.take(request, placement, request.prompt)
+            self._slots.take(request, placement, request.prompt, weights)
             request.cached = placement.reused
             self._waiting.remove(request)
             self._running.append(request)
@@ -253,9 +268,12 @@ class HFEngine:
     def _close_up(self, decode: list[_Request]) -> None:
         """Move rows together when too many idle slots lie between them: attention runs over all from first to last."""
         taken = sorted(r.slot for r in decode)
+        others = {r.slot for r in self._running if r.weights != self._turn}  # whose rows would then lie apart
         while taken and taken[-1] - taken[0] + 1 > len(taken) * (1 + IDLE_SHARE) + 1:
             last = taken.pop()
-            hole = next(slot for slot in range(taken[0], last) if slot not in taken)
+            hole = next((slot for slot in range(taken[0], last) if slot not in taken and slot not in others), None)
+            if hole is None:
+                break
             length = int(max(self._slots.stored_S[last], self._slots.stored_S[hole]))
             self._moves.append(("swap", (last, hole, length)))
             self._slots.exchange(last, hole)

@@ -7,6 +7,7 @@ before a model can drive it. Does not know: sampling, caches, sessions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class ScriptedEngine:
         *,
         stop: StopCheck | None = None,
         on_token: Callable[[SampledToken], None] | None = None,
+        weights: int | None = None,
     ) -> Completion:
         """The next reply, cut where sampling it would have ended. `seed` changes nothing."""
         room = self.max_context - len(prompt_ids)
@@ -84,14 +86,15 @@ class ScriptedEngine:
             reason = ending.reason(ids)
             if reason is not None:
                 break
-        temperature = effective_temperature(params.temperature)
-        tokens = await self.policy.run(self._score, list(prompt_ids), ids, temperature, params.top_logprobs)
+        temperature, version = effective_temperature(params.temperature), self.policy.version
+        scored = list(prompt_ids), ids, temperature, params.top_logprobs
+        tokens = await self.policy.run(self._score_by, weights, *scored)
         for sampled in tokens:
             if on_token is not None:
                 on_token(sampled)
         top = [token.top for token in tokens] if params.top_logprobs else []
         logprobs = [token.logprob for token in tokens]
-        return Completion(ids, logprobs, reason or "stop", self.policy.version, temperature, top)
+        return Completion(ids, logprobs, reason or "stop", version if weights is None else weights, temperature, top)
 
     def weights_changed(self) -> None:
         """Nothing is cached."""
@@ -113,6 +116,10 @@ class ScriptedEngine:
         if not isinstance(reply, str):
             return list(reply)
         return [*tokenizer.encode(reply, add_special_tokens=False), int(tokenizer.eos_token_id)]
+
+    def _score_by(self, weights: int | None, *scored: Any) -> list[SampledToken]:
+        with self.policy.weights_of(weights):
+            return self._score(*scored)
 
     @torch.no_grad()
     def _score(self, prompt: list[int], reply: list[int], temperature: float, top: int) -> list[SampledToken]:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 LEAST_SHARED = 8  # a shorter common prefix is not worth a copy
+OWN = -1  # in place of a version: the policy's own weights, as they are now
 
 
 class Owner(Protocol):
@@ -43,6 +44,7 @@ class Slots:
         # tokens of the prompt; its last hidden state is kept once it is stored
         self.prompt_S = np.zeros(slots, np.int64)
         self.used_S = np.zeros(slots, np.int64)  # a clock: when the slot was last given back
+        self.weights_S = np.full(slots, OWN)  # version of the weights that computed it
         self._clock = 0
 
     @property
@@ -50,15 +52,16 @@ class Slots:
         """Slots that no request owns."""
         return [slot for slot, owner in enumerate(self.owner) if owner is None]
 
-    def place(self, prompt: np.ndarray) -> Placement | None:
-        """The best slot for a prompt. None: no slot is free, or a prompt that is being prefilled right now shares more
-        with this one than anything stored does, so waiting is cheaper."""
+    def place(self, prompt: np.ndarray, weights: int = OWN) -> Placement | None:
+        """The best slot for a prompt, which takes over what the same weights have computed. None: no slot is free, or a
+        prompt that is being prefilled right now shares more with this one than anything stored does, so waiting is
+        cheaper."""
         free = self.free
         if not free:
             return None
         agree_SN = self.ids_SC[:, : len(prompt)] == prompt
         shared_S = np.where(agree_SN.all(1), len(prompt), agree_SN.argmin(1))
-        shared_S = np.minimum(shared_S, self.known_S)
+        shared_S = np.where(self.weights_S == weights, np.minimum(shared_S, self.known_S), 0)
         now_S = self._reusable(len(prompt), shared_S, self.stored_S)
         soon_S = self._reusable(len(prompt), shared_S, np.maximum(self.stored_S, self.prompt_S))
         owned_S = np.array([owner is not None for owner in self.owner])
@@ -82,12 +85,12 @@ class Slots:
         part_S[part_S < LEAST_SHARED] = 0
         return np.where((ready_S >= n) & (self.prompt_S == n), n, part_S)
 
-    def take(self, owner: Owner, placement: Placement, prompt: np.ndarray) -> None:
+    def take(self, owner: Owner, placement: Placement, prompt: np.ndarray, weights: int = OWN) -> None:
         """Give the target slot to a request."""
         slot, n = placement.target, len(prompt)
         assert self.owner[slot] is None, slot
         owner.slot, self.owner[slot] = slot, owner
-        self.ids_SC[slot, :n] = prompt
+        self.ids_SC[slot, :n], self.weights_S[slot] = prompt, weights
         self.known_S[slot] = self.prompt_S[slot] = n
         self.stored_S[slot] = placement.reused
 
@@ -102,13 +105,13 @@ class Slots:
         self.owner[slot], self.used_S[slot] = None, self._clock
         self.known_S[slot] = self.stored_S[slot]
 
-    def forget(self, slot: int | slice = slice(None)) -> None:
-        """Nothing in this slot (default: in any) may be reused."""
+    def forget(self, slot: int | slice | np.ndarray = slice(None)) -> None:
+        """Nothing in this slot (default: in any; or in those of a mask) may be reused."""
         self.known_S[slot] = self.stored_S[slot] = self.prompt_S[slot] = self.used_S[slot] = 0
 
     def exchange(self, a: int, b: int) -> None:
         """Two slots change places."""
-        for column in (self.ids_SC, self.known_S, self.stored_S, self.prompt_S, self.used_S):
+        for column in (self.ids_SC, self.known_S, self.stored_S, self.prompt_S, self.used_S, self.weights_S):
             column[[a, b]] = column[[b, a]]
         self.owner[a], self.owner[b] = self.owner[b], self.owner[a]
         for slot in (a, b):

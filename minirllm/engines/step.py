@@ -51,6 +51,7 @@ class Step:
     chunks: list[Chunk]
     kept: list[int]  # slots whose prompt was found whole in the cache: its last hidden state was kept
     rows: Rows  # of the N tokens to sample
+    weights: int | None = None  # their version; None: the policy's own
 
 
 class Runner:
@@ -118,6 +119,10 @@ class Runner:
     @torch.no_grad()
     def run(self, step: Step) -> Samples | None:
         """None when nothing is to be sampled: every chunk is the middle of a prompt."""
+        with self.policy.weights_of(step.weights):
+            return self._run(step)
+
+    def _run(self, step: Step) -> Samples | None:
         for method, slots in step.moves:
             getattr(self.cache, method)(*slots)
             if method == "copy":

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from minirllm import checkpoint, penalty
+from minirllm.ahead import History
 from minirllm.algorithms import roles
 from minirllm.config import Config, from_mapping, nearest
 from minirllm.errors import LedgerError, UserError
@@ -61,6 +62,7 @@ class _Held:
     config: Config
     stack: Stack
     trainer: Trainer
+    history: History
 
 
 def replay(
@@ -287,23 +289,26 @@ class _Replay:
         if params.max_tokens == 0:  # its client left before the first token: there is nothing to compare
             return Completion([], [], "abort", call.version, call.temperature)
         stop = stack.renderer.stop_check(params.stop)
-        return await stack.engine.generate(call.prompt_ids, params, seed, stop=stop)
+        weights = self.held.history.kept(self.done + 1)
+        return await stack.engine.generate(call.prompt_ids, params, seed, stop=stop, weights=weights)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def _update(self, step: int) -> None:
         """Make the update of `step` again, from the weights before it. Raises Differs."""
         await self._under(config_of(self.run, step))
-        policy, trainer, row = self.held.stack.policy, self.held.trainer, self.run.rows[step]
+        trainer, row = self.held.trainer, self.run.rows[step]
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
-            learned = await penalty.build(episodes, policy, trainer.config, trainer.algorithm)
+            version = self.held.history.sampling(step).version
+            learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
+            learned.metrics |= self.held.history.staleness(step)
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)
+        weights = await self.held.history.add(step)
         self.held.stack.engine.weights_changed()
-        digest = await policy.run(policy.weights_sha256)
-        found = {**learned.metrics, **metrics, "weight_version": policy.version, "weights_sha256": digest}
+        found = {**learned.metrics, **metrics, "weight_version": weights.version, "weights_sha256": weights.sha256}
         for name, value in found.items():
             if name in row and not name.startswith("seconds_") and not equal(row[name], value):
                 raise Differs(step, name, row[name], value)
@@ -313,16 +318,19 @@ class _Replay:
         """Begin with the weights of a checkpoint, or of the seed."""
         await self.exit.aclose()
         stack = await self.exit.enter_async_context(serving(config))
-        self._held = _Held(config, stack, Trainer(stack.policy, config, roles.of(config)))
+        trainer = Trainer(stack.policy, config, roles.of(config))
+        self._held = _Held(config, stack, trainer, History(stack.policy, config))
+        extra: dict[str, Any] = {}
         if weights is not None:
-            await stack.policy.run(checkpoint.load, weights, stack.policy, self.held.trainer)
+            extra = await stack.policy.run(checkpoint.load, weights, stack.policy, trainer)
+        await self.held.history.restore(self.done, extra.get("sampling", {}))
 
     async def _under(self, config: Config) -> None:
         """Go on as a run that was resumed with other options did: through a checkpoint."""
         if config == self.held.config:
             return
-        policy, trainer = self.held.stack.policy, self.held.trainer
-        await self._open(config, await policy.run(checkpoint.save, self.between, self.done, policy, trainer, {}))
+        policy, trainer, state = self.held.stack.policy, self.held.trainer, {"sampling": self.held.history.state()}
+        await self._open(config, await policy.run(checkpoint.save, self.between, self.done, policy, trainer, state))
 
     def _around(self, step: int) -> str:
         """What of this machine is not as the manifest says: the first suspects."""
