@@ -69,7 +69,8 @@ class Config:
     # algorithm
     algorithm: str = option(
         "grpo",
-        "grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, or module:attr",
+        "grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce, gpg, prpo, reinforce_pp, reinforce_pp_baseline, or "
+        "module:attr",
     )
     roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
     group_by: str = option("task", "what a group has in common: task (and name), or module:attr -> text")

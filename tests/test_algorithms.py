@@ -36,9 +36,10 @@ def test_grpo_advantages():
     expected = [0.4 / std, -0.6 / std, -0.6 / std, 0.4 / std, 0.4 / std]
     assert advantages("grpo", REWARDS, [0.5]) == [pytest.approx(expected, rel=1e-12), [0.0]]
     assert advantages("grpo", REWARDS, norm_std=False) == [pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])]
-    for name in ("dapo", "gspo", "cispo"):
+    for name in ("dapo", "gspo", "cispo", "sapo"):
         assert advantages(name, REWARDS) == advantages("grpo", REWARDS)
-    assert advantages("dr_grpo", REWARDS) == advantages("grpo", REWARDS, norm_std=False)
+    for name in ("dr_grpo", "gpg"):
+        assert advantages(name, REWARDS) == advantages("grpo", REWARDS, norm_std=False)
 
 
 def test_rloo_advantage_is_the_reward_minus_the_mean_of_the_others():
@@ -64,6 +65,16 @@ def test_reinforce_pp_whitens_over_the_tokens_of_the_batch():
     assert advantages("reinforce_pp_baseline", [1.0, 1.0], [0.0, 0.0]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
+def test_prpo_normalises_over_all_trajectories_of_the_batch():
+    # 1, 0 and 0.5, 0.1: mean 0.4, population variance (0.36 + 0.16 + 0.01 + 0.09) / 4 = 0.155; lengths do not count
+    std = math.sqrt(0.155) + 1e-6
+    expected = [pytest.approx([0.6 / std, -0.4 / std]), pytest.approx([0.1 / std, -0.3 / std])]
+    assert advantages("prpo", [1.0, 0.0], [0.5, 0.1]) == expected
+    assert advantages("prpo", [1.0, 0.0], [0.5, 0.1], tokens=[[9, 1], [1, 2]]) == expected
+    assert advantages("prpo", [1.0], [0.0, 0.0, 0.0])[0] == [pytest.approx(0.75 / (math.sqrt(0.1875) + 1e-6))]
+    assert advantages("prpo") == []
+
+
 def test_roles_are_batches_of_their_own_and_the_whole_batch_is_seen_at_once():
     assert advantages("reinforce_pp", [1.0], [0.0]) != advantages("reinforce_pp", [1.0]) + advantages(
         "reinforce_pp", [0.0]
@@ -76,7 +87,7 @@ def test_equal_rewards_and_a_lone_reward_give_exact_zeros(name, rewards):
     assert advantages(name, rewards) == [[0.0] * len(rewards)]
 
 
-CLIPPED = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo"]
+CLIPPED = ["grpo", "dr_grpo", "dapo", "rloo", "prpo", "reinforce_pp", "reinforce_pp_baseline", "gspo"]
 
 
 @pytest.mark.parametrize("name", CLIPPED)  # gspo: of trajectories of one token
@@ -126,14 +137,27 @@ def test_cispo_weighs_every_token_and_drops_none():
     assert metrics["clip_fraction"] == [0, 1, 1, 1]
 
 
+def test_sapo_fades_a_token_out_on_both_sides():
+    """tau 1 for good tokens, 1.05 for bad ones; the slope of 4 sigmoid(tau (r - 1)) / tau is 4 p (1 - p)."""
+    ratio, advantage = [1.0, 2.0, 0.5, 2.0], [2.0, 1.0, 1.0, -1.0]
+    loss, gradient, metrics = losses("sapo", np.log(ratio), [0.0] * 4, advantage)
+    p = [1 / (1 + math.exp(-tau * (r - 1))) for r, tau in zip(ratio, [1, 1, 1, 1.05], strict=True)]
+    assert loss == pytest.approx([-4.0, -4 * p[1], -4 * p[2], 4 / 1.05 * p[3]])
+    slopes = [4 * value * (1 - value) for value in p]
+    assert gradient == pytest.approx([-2.0, -2.0 * slopes[1], -0.5 * slopes[2], 2.0 * slopes[3]])
+    assert metrics["gate"] == pytest.approx(slopes)
+    assert slopes[0] == 1 > slopes[2] > slopes[1] > slopes[3]
+
+
 def test_at_ratio_one_every_algorithm_has_the_policy_gradient():
     for name in ALGORITHMS:
         _, gradient, _ = losses(name, [-0.5, -2.0], [-0.5, -2.0], [3.0, -1.0])
         assert gradient == pytest.approx([-3.0, 1.0]), name
 
 
-def test_reinforce_ignores_the_ratio():
-    loss, gradient, metrics = losses("reinforce", [-0.5, -2.0], [-4.0, 0.0], [2.0, -1.0])
+@pytest.mark.parametrize("name", ["reinforce", "gpg"])
+def test_reinforce_and_gpg_ignore_the_ratio(name):
+    loss, gradient, metrics = losses(name, [-0.5, -2.0], [-4.0, 0.0], [2.0, -1.0])
     assert loss == [1.0, -2.0]
     assert gradient == [-2.0, 1.0]
     assert metrics == {}
@@ -142,7 +166,7 @@ def test_reinforce_ignores_the_ratio():
 NEEDS = {"dr_grpo": {"loss_aggregation": "constant"}}
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"reinforce", "reinforce_pp"}))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"reinforce", "reinforce_pp", "prpo"}))
 def test_group_of_one_is_refused(name):
     with pytest.raises(ConfigError, match="nothing can be learned with group_size = 1"):
         create(name).validate(Config(group_size=1))
@@ -152,6 +176,7 @@ def test_group_of_one_is_refused(name):
 def test_without_a_group_baseline_a_group_of_one_will_do():
     create("reinforce").validate(Config(group_size=1))
     create("reinforce_pp").validate(Config(group_size=1))
+    create("prpo").validate(Config(group_size=1))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +193,10 @@ def test_without_a_group_baseline_a_group_of_one_will_do():
         ("rloo", {"norm_std": False}, "norm_std has no effect with rloo"),
         ("reinforce", {"clip_low": 0.1}, "clip_low has no effect with reinforce: leave it at 0.2"),
         ("reinforce_pp", {"norm_std": False}, "norm_std has no effect"),
+        ("prpo", {"norm_std": False}, "norm_std has no effect with prpo"),
+        ("gpg", {"norm_std": False}, "norm_std has no effect with gpg"),
+        ("gpg", {"clip_high": 0.3}, "clip_high has no effect with gpg"),
+        ("sapo", {"clip_low": 0.1}, "clip_low has no effect with sapo"),
     ],
 )
 def test_options_that_do_nothing_or_contradict_are_refused(name, options, words):

@@ -61,8 +61,11 @@ ALGORITHMS: dict[str, str] = {
     "dapo": "minirllm.algorithms.dapo:DAPO",
     "gspo": "minirllm.algorithms.gspo:GSPO",
     "cispo": "minirllm.algorithms.cispo:CISPO",
+    "sapo": "minirllm.algorithms.sapo:SAPO",
     "rloo": "minirllm.algorithms.rloo:RLOO",
     "reinforce": "minirllm.algorithms.reinforce:REINFORCE",
+    "gpg": "minirllm.algorithms.gpg:GPG",
+    "prpo": "minirllm.algorithms.prpo:PRPO",
     "reinforce_pp": "minirllm.algorithms.reinforce_pp:ReinforcePP",
     "reinforce_pp_baseline": "minirllm.algorithms.reinforce_pp:ReinforcePPBaseline",
 }
