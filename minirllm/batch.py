@@ -28,11 +28,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from minirllm import filters
 from minirllm.algorithms import Algorithm
 from minirllm.config import Config
 from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
-from minirllm.grouping import Member, compare, members
+from minirllm.grouping import Member, compare, has_signal, members
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
 from minirllm.types import Episode, Step
 
@@ -44,6 +45,7 @@ class Batch:
     parts: list[list[Forest]] = field(default_factory=list)  # the micro-batches of each optimizer step of an epoch
     metrics: dict[str, float] = field(default_factory=dict)
     members: dict[tuple[str, str], Member] = field(default_factory=dict)  # by episode id and call id
+    signal: set[str] = field(default_factory=set)  # tasks with something to learn from
     auxiliary: set[tuple[str, str]] = field(default_factory=set)  # episode id and call id of side calls
 
     @property
@@ -101,8 +103,20 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     batch = Batch(metrics=episode_metrics(episodes))
     batch.auxiliary = {(e.id, step.id) for e in episodes for t in e.trajectories for step in t.steps if step.auxiliary}
     every = [m for episode in episodes if episode.reward is not None for m in members(episode, config)]
-    learned, counts = compare(every, config, algorithm)
-    batch.metrics |= counts
+    why, beyond = filters.left_out(episodes, config), set[str]()
+    for member in every:
+        member.fate = why.get(member.episode.id, member.fate)
+    while True:
+        part = [m for m in every if m.episode.id not in why and m.episode.task_id not in beyond]
+        learned, counts = compare(part, config, algorithm)
+        batch.signal = {member.episode.task_id for member in learned if has_signal(member)}
+        if not (more := filters.surplus(episodes, batch.signal, config)):
+            break
+        beyond |= more  # without them once more: an algorithm may compare with the whole batch
+    for member in every:
+        if member.episode.task_id in beyond and member.episode.id not in why:
+            member.fate = "surplus"
+    batch.metrics |= counts | filters.metrics(episodes, why, beyond)
     for part in _parts(learned, config):
         _weigh(part, config)
     batch.members = {(m.episode.id, call): m for m in every for call in m.calls}

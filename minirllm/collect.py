@@ -12,44 +12,79 @@ from typing import TypeVar
 
 import numpy as np
 
+from minirllm import batch
+from minirllm.algorithms import Algorithm
 from minirllm.config import Config
+from minirllm.filters import PLACE
 from minirllm.rollouts import Job, Runner
 from minirllm.store import EpisodeStore
-from minirllm.types import Episode
+from minirllm.types import Episode, Task
 
 T = TypeVar("T")
+Key = tuple[str, int]  # task id and rollout
 WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampled it
 
 
 def schedule(tasks: Sequence[T], config: Config, step: int) -> list[T]:
     """The tasks, or whatever they are, of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a
-    step repeats none."""
-    size = min(config.batch_size, len(tasks))
+    step repeats none. Behind the step's own come those that may replace them (`refill`), which are no other step's."""
+    size = min((config.batch_size + config.spare_tasks) * (1 + config.refill), len(tasks))
     epoch, place = divmod(step - 1, len(tasks) // size)
     order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
     return [tasks[i] for i in order[place * size : (place + 1) * size]]
 
 
+class Plan:
+    """What a step runs: its own tasks, then, round by round, others in place of those without a signal. A function of
+    the step's tasks and episodes, so a killed step goes on with the same."""
+
+    def __init__(self, scheduled: Sequence[Task], job: Job, config: Config, algorithm: Algorithm):
+        """`job`: what all of them have in common."""
+        self.scheduled, self.job, self.config, self.algorithm = scheduled, job, config, algorithm
+        self.own = min(config.batch_size + config.spare_tasks, len(scheduled))
+        self.place = {task.id: place for place, task in enumerate(scheduled)}
+        self.begun = self.rounds = 0  # tasks, and rounds of them after the first
+
+    def more(self, episodes: Sequence[Episode]) -> list[Job]:
+        """The next rollouts, when the step has these `episodes`; none: it has all."""
+        count = self.own
+        if self.begun:
+            full = self.rounds == self.config.refill
+            signal = self.config.batch_size if full else len(batch.select(episodes, self.config, self.algorithm).signal)
+            count = self.config.batch_size - signal
+        tasks = self.scheduled[self.begun : self.begun + max(0, count)]
+        self.rounds += bool(self.begun and tasks)
+        self.begun += len(tasks)
+        return [job for task in tasks for job in self._jobs(task)]
+
+    def possible(self) -> set[Key]:
+        """The rollouts that the step may come to run."""
+        return {job.key for task in self.scheduled for job in self._jobs(task)}
+
+    def metrics(self) -> dict[str, float]:
+        """How often more tasks were begun, and how many."""
+        more = {"refill_rounds": float(self.rounds), "refill_tasks": float(self.begun - self.own)}
+        return more if self.config.refill else {}
+
+    def _jobs(self, task: Task) -> list[Job]:
+        count = self.config.group_size + self.config.spare_rollouts
+        return [self.job._replace(task=task, rollout_idx=i) for i in range(count)]
+
+
 async def collect(
-    runner: Runner, store: EpisodeStore, jobs: list[Job], weights: str, tick: Callable[[int, float], None]
+    runner: Runner, store: EpisodeStore, plan: Plan, weights: str, tick: Callable[[int, int, float], None]
 ) -> tuple[list[Episode], float]:
-    """The episodes of all `jobs` of one step, in their order, and how many tokens those have that were on disk.
+    """The episodes of one step, in the order of its plan, and how many tokens those have that were on disk.
 
     What is on disk counts, failed attempts included, unless other weights than these sampled it, or the options asked
-    for other rollouts. `tick` hears how many episodes there are, and how many tokens were sampled now.
+    for other rollouts. `tick` hears how many episodes there are, of how many, and how many tokens were sampled now.
     """
-    step, keys = jobs[0].step, {(job.task.id, job.rollout_idx) for job in jobs}
+    step, jobs = plan.job.step, list[Job]()
     attempts = await asyncio.to_thread(store.attempts, step)
-    if any(e.metadata.get(WEIGHTS) != weights for e in attempts.values()) or not keys >= attempts.keys():
+    if any(e.metadata.get(WEIGHTS) != weights for e in attempts.values()) or not plan.possible() >= attempts.keys():
         await asyncio.to_thread(store.drop, step)
         attempts = {}
-    finished = {key: episode for key, episode in attempts.items() if not episode.retried}
-    missing = [
-        job.after(attempts[key]) if key in attempts else job
-        for job in jobs
-        if (key := (job.task.id, job.rollout_idx)) not in finished
-    ]
-    kept = tokens(finished.values())
+    finished, kept = dict[Key, Episode](), 0.0
     writes, one_at_a_time = [], asyncio.Lock()
 
     async def write(episode: Episode) -> None:
@@ -57,20 +92,28 @@ async def collect(
             await asyncio.to_thread(store.append, step, episode)
 
     def save(episode: Episode) -> None:
-        episode.metadata[WEIGHTS] = weights
+        episode.metadata |= {WEIGHTS: weights, PLACE: plan.place[episode.task_id]}
         writes.append(asyncio.ensure_future(write(episode)))
 
     def done(episode: Episode) -> None:
         finished[episode.task_id, episode.rollout_idx] = episode
         save(episode)
-        tick(len(finished), tokens(finished.values()) - kept)
+        tick(len(finished), len(jobs), tokens(finished.values()) - kept)
 
-    tick(len(finished), 0)
-    try:
-        await runner.run_many(missing, done, on_retry=save)
-    finally:  # also when interrupted: what is finished is kept
-        await asyncio.gather(*writes)
-    return [finished[job.task.id, job.rollout_idx] for job in jobs], kept
+    while more := plan.more([finished[job.key] for job in jobs]):
+        jobs += more
+        there = {job.key: attempts.pop(job.key) for job in more if job.key in attempts}
+        finished |= {key: episode for key, episode in there.items() if not episode.retried}
+        kept += tokens(episode for episode in there.values() if not episode.retried)
+        tick(len(finished), len(jobs), tokens(finished.values()) - kept)
+        missing = [job.after(there[job.key]) if job.key in there else job for job in more if job.key not in finished]
+        try:
+            await runner.run_many(missing, done, on_retry=save)
+        finally:  # also when interrupted: what is finished is kept
+            await asyncio.gather(*writes)
+    if attempts:  # rounds that other options had asked for
+        await asyncio.to_thread(store.keep, step, list(finished.values()))
+    return [finished[job.key] for job in jobs], kept
 
 
 def tokens(episodes: Iterable[Episode]) -> float:

@@ -77,6 +77,13 @@ class Config:
     credit: str = option("trajectory", "trajectory, returns (step rewards), gigpo (states), or module:attr")
     discount: float = option(1.0, "credit: what a later reward is worth one call earlier", 0.0, 1.0)
     state_weight: float = option(1.0, "gigpo: weight of the advantage among calls that saw the same state", 0.0)
+    # which of a step's rollouts are learned from
+    min_group_size: int = option(1, "groups with fewer graded trajectories are left out", 1)
+    drop_reasons: str = option("", "episodes that ended so are left out, as in max_turns_exceeded; comma-separated")
+    spare_rollouts: int = option(0, "rollouts more of each task: the first group_size that are graded are taken", 0)
+    spare_tasks: int = option(0, "tasks more in each step: the first batch_size that have a signal are taken", 0)
+    refill: int = option(0, "at most so many rounds more, of the next tasks for those without a signal", 0)
+    # the update
     inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
     mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")

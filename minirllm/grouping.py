@@ -81,13 +81,16 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
     update learns from, and the counts of groups by what became of them."""
     groups = _groups(every, config)
     _share(groups, config, algorithm)
+    replaced = config.refill or config.spare_tasks  # what has no signal is left to others
+    stays = objective.without_reward(config) and not replaced
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
     for group in groups:
-        signal = any(np.any(value) for member in group for value in member.advantages.values())
-        kinds["with_signal" if signal else _why_none(group, config)] += 1
+        small = len(group) < config.min_group_size
+        signal = not small and any(map(has_signal, group))
+        kinds["with_signal" if signal else "too_small" if small else _why_none(group, config)] += 1
         for member in group:
-            if not signal and not objective.without_reward(config) and member.fate == "trained":
-                member.fate = "no_signal"
+            if member.fate in ("trained", "no_signal"):
+                member.fate = "too_small" if small else "trained" if signal or stays else "no_signal"
     metrics = {"groups": float(len(groups)), **{f"groups_{kind}": float(count) for kind, count in kinds.items()}}
     by_name: dict[str, list[float]] = {}
     for member in every:
@@ -98,6 +101,11 @@ def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tu
         rewarded = sum(bool(step.reward) for member in every for step in member.calls.values())
         metrics |= {"step_rewards_unused": float(rewarded)} if rewarded else {}
     return [member for group in groups for member in group if member.tokens and member.fate == "trained"], metrics
+
+
+def has_signal(member: Member) -> bool:
+    """Is there anything to learn from it?"""
+    return any(np.any(value) for value in member.advantages.values())
 
 
 def _why_none(group: Sequence[Member], config: Config) -> str:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minirllm import trackers
+from minirllm import filters, trackers
 from minirllm.config import Config
 from minirllm.diagnostics import tripwires
 from minirllm.errors import UserError
@@ -42,6 +42,9 @@ TROUBLE = {"truncated": "truncated", "ungraded": "ungraded", "malformed_tool_cal
 DISCARDED = {
     "discarded/no_signal": "without signal",
     "discarded/truncated": "of trajectories cut off",
+    "discarded/too_small": "of groups too small",
+    "discarded/dropped": "of episodes left out",
+    "discarded/surplus": "to spare",
     "discarded/ungraded": "ungraded",
     "discarded/auxiliary": "of auxiliary calls",
     "discarded/unclaimed": "of calls that no trajectory claims",
@@ -218,10 +221,7 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
             *_counts(row, TROUBLE),
         ]
         parts.append(", ".join(counts))
-    absent = [name.removeprefix("absent/") for name in row if name.startswith("absent/")]
-    if _count(row, "step_rewards_unused"):
-        parts.append(f"{_count(row, 'step_rewards_unused')} rewards of calls not used (credit = trajectory)")
-    parts += [f"no trajectory named {' or '.join(absent)}, as roles has it"] if absent else []
+    parts += filters.sentences(row)
     parts += _ledger(row, level)
     shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]

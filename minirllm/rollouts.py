@@ -59,6 +59,11 @@ class Job(NamedTuple):
     dropped: int = 0  # tokens that failed attempts had sampled
     weights: int | None = None  # the version of those that answer; None: the policy's own
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which one of its step: task id and rollout."""
+        return self.task.id, self.rollout_idx
+
     def after(self, failed: Episode) -> Job:
         """The same with the next attempt."""
         tokens = int(failed.metrics["retried_tokens"]) + failed.tree.num_sampled

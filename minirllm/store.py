@@ -13,7 +13,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from minirllm.errors import CheckpointError
-from minirllm.files import sync, why
+from minirllm.files import sync, why, write_whole
 from minirllm.tree import TokenTree
 from minirllm.types import Episode, Message, SamplingParams, Step, Task, TerminationReason, ToolCall, Trajectory
 
@@ -89,6 +89,10 @@ class EpisodeStore:
             self._path(step).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"Cannot remove {self._path(step)}: {why(error)}.") from error
+
+    def keep(self, step: int, episodes: Sequence[Episode]) -> None:
+        """These alone of a step. Raises UserError when the disk does not take them; the file is then as before."""
+        write_whole(self._path(step), "".join(json.dumps(episode_to_dict(episode)) + "\n" for episode in episodes))
 
     def steps(self) -> list[int]:
         """The steps that have a file, ascending."""

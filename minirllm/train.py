@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minirllm import ahead, evaluate, grouping, harness, penalty, watchdog
+from minirllm import ahead, evaluate, filters, grouping, harness, penalty, watchdog
 from minirllm.ahead import Ahead, History
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
-from minirllm.collect import collect, schedule, tokens
+from minirllm.collect import Plan, collect, schedule, tokens
 from minirllm.config import Config
 from minirllm.errors import LedgerError, UserError
 from minirllm.files import sha256
@@ -51,6 +51,7 @@ async def train(
     grouping.validate(config, algorithm)
     ahead.validate(config)
     tasks = await asyncio.to_thread(task.train, config)  # may read files, or the network
+    filters.validate(config, len(tasks))
     held_out = (await asyncio.to_thread(task.held_out, config))[: config.eval_tasks] if config.eval_tasks else []
     folder = config.run_folder(task.name)
     with await asyncio.to_thread(RunLog, folder, config, resume=resume, quiet=quiet) as log:
@@ -97,7 +98,7 @@ class _Run:
             began = time.perf_counter()
 
             # agents talk to the endpoint, calls are captured; with a lag, while earlier steps are trained
-            (episodes, tokens_kept), seconds = await self.ahead.take(step)
+            (episodes, collected), seconds = await self.ahead.take(step)
             learned = await self.batch(step, episodes)  # advantages, weights, forests of tokens
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
             weights = await self.history.add(step)  # those after this step, for the steps that they sample
@@ -108,8 +109,8 @@ class _Run:
                 **learned.metrics,
                 **metrics,
                 **seconds,
+                **collected,
                 "tokens_generated": tokens(episodes),
-                "tokens_kept": tokens_kept,
                 "ungraded_reason": next((e.reason for e in episodes if e.reward is None), None),
                 "weight_version": weights.version,
                 "weights_sha256": weights.sha256,
@@ -125,16 +126,18 @@ class _Run:
                 await self.save(step)
         return row
 
-    async def rollouts(self, step: int) -> tuple[list[Episode], float]:
-        """`group_size` episodes of each of the step's tasks; and how many tokens those have that were on disk."""
+    async def rollouts(self, step: int) -> tuple[list[Episode], dict[str, float]]:
+        """`group_size` episodes of each of the step's tasks, and metrics of how they came about."""
+        weights = self.history.sampling(step).sha256
         scheduled, kept = schedule(self.tasks, self.config, step), self.history.kept(step)
-        jobs = [Job(task, i, step, weights=kept) for task in scheduled for i in range(self.config.group_size)]
+        plan = Plan(scheduled, Job(scheduled[0], step=step, weights=kept), self.config, self.trainer.algorithm)
 
-        def tick(done: int, sampled: float) -> None:
+        def tick(done: int, total: int, sampled: float) -> None:
             if step == self.ahead.awaited:  # of those that run ahead nothing is shown
-                self.progress(f"step {step}", len(jobs), done, sampled)
+                self.progress(f"step {step}", done, total, sampled)
 
-        return await collect(self.runner, self.store, jobs, self.history.sampling(step).sha256, tick)
+        episodes, tokens_kept = await collect(self.runner, self.store, plan, weights, tick)
+        return episodes, {"tokens_kept": tokens_kept, **plan.metrics()}
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
@@ -156,14 +159,14 @@ class _Run:
 
         def tick(episode: Episode) -> None:
             done.append(episode)
-            self.progress("held-out", len(held_out), len(done), tokens(done))
+            self.progress("held-out", len(done), len(held_out), tokens(done))
 
         result = await evaluate.evaluate(self.runner, held_out, step=step, on_done=tick)
         if result.reward_mean is not None and result.reward_mean > self.best["reward"]:
             self.best = {"step": step, "reward": result.reward_mean}
         return {**result.metrics(), "seconds_eval": time.perf_counter() - began}
 
-    def progress(self, phase: str, total: int, done: int, sampled: float) -> None:
+    def progress(self, phase: str, done: int, total: int, sampled: float) -> None:
         self.log.progress(phase, done, total, in_flight=self.runner.in_flight, tokens=int(sampled))
 
     async def save(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization (arXiv 2503.14476).
 
 Of its four parts, clip-higher and the mean over tokens are options that it insists on; groups without a signal are left
-out of every batch here (and not replaced by others); long answers are punished with `overlong_buffer` (batch.py).
+out of every batch here, and replaced by others with `refill`; long answers are punished with `overlong_buffer`.
 
 Owns: its advantage, and what it asks of the options. Does not know: trees, models, aggregation.
 """

@@ -16,7 +16,7 @@ WITHOUT_EFFECT = (
     "algorithm", "roles", "group_size", "lag", "temperature", "max_tokens", "norm_std", "inner_epochs",
     "mini_batches", "clip_low", "clip_high", "dual_clip", "correction", "correction_cap", "kl_beta", "kl_in",
     "kl_estimator", "kl_target", "entropy_bonus", "overlong_buffer", "mask_truncated", "loss_aggregation", "group_by",
-    "credit", "discount", "state_weight",
+    "credit", "discount", "state_weight", "min_group_size", "drop_reasons", "spare_rollouts", "spare_tasks", "refill",
 )  # fmt: skip
 
 

@@ -33,6 +33,9 @@ WHY = {
     "ungraded": "the episode has no reward",
     "unclaimed": "no trajectory of the episode claims the call",
     "no_signal": "the rewards of its group give no advantage",
+    "too_small": "its group has fewer than min_group_size trajectories",
+    "dropped": "its episode ended in a way that is left out (drop_reasons)",
+    "surplus": "there were enough rollouts or tasks without it (spare_rollouts, spare_tasks)",
     "truncated": "an answer of its trajectory was cut off at max_tokens (mask_truncated)",
 }
 

@@ -1,0 +1,87 @@
+"""Which of a step's episodes take part in the update, and why the others do not.
+
+Owns: the options that leave episodes and tasks out, the sentences about it. Does not know: advantages, tokens.
+
+A choice among episodes goes by their order, of rollouts in a task and of tasks in a step, never by which ended first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from minirllm.config import Config, nearest
+from minirllm.errors import ConfigError
+from minirllm.types import Episode, TerminationReason
+
+PLACE = "place"  # in an episode's metadata: of its task among those of the step
+NEVER_GRADED = ("error", "timeout", "no_calls", "grading_error", "grading_timeout", "unknown")
+
+
+def reasons(config: Config) -> frozenset[str]:
+    """How episodes may end that are left out. Raises ConfigError for an end that there is not, or is never graded."""
+    named = [name for name in map(str.strip, config.drop_reasons.split(",")) if name]
+    known = [reason.value for reason in TerminationReason if reason.value not in NEVER_GRADED]
+    for name in named:
+        if name in NEVER_GRADED:
+            raise ConfigError(f"drop_reasons: episodes that end by {name} have no reward and are left out anyway.")
+        if name not in known:
+            near = nearest(name, known)
+            raise ConfigError(f"drop_reasons: no episode ends by {name!r}{near}: use {', '.join(known)}.")
+    return frozenset(named)
+
+
+def validate(config: Config, tasks: int) -> None:
+    """Raises ConfigError for options that have no effect with so many tasks."""
+    reasons(config)
+    for option in ("spare_tasks", "refill"):
+        if getattr(config, option) and tasks <= config.batch_size:
+            raise ConfigError(
+                f"{option} has no effect: a step takes batch_size = {config.batch_size} of the {tasks} tasks, and none "
+                "is left. Lower batch_size, or leave it out."
+            )
+
+
+def left_out(episodes: Sequence[Episode], config: Config) -> dict[str, str]:
+    """By id, why graded episodes take no part: how they ended ("dropped"), or there were enough of their task
+    ("surplus"). They set no baseline either."""
+    dropped, taken, found = reasons(config), Counter[str](), dict[str, str]()
+    for episode in sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx)):
+        if episode.reward is None:
+            continue
+        if episode.termination_reason.value in dropped:
+            found[episode.id] = "dropped"
+        elif config.spare_rollouts and taken[episode.task_id] >= config.group_size:
+            found[episode.id] = "surplus"
+        else:
+            taken[episode.task_id] += 1
+    return found
+
+
+def surplus(episodes: Sequence[Episode], signal: Collection[str], config: Config) -> set[str]:
+    """The tasks with a signal behind the first `batch_size` of them, in the step's order."""
+    if not config.spare_tasks:
+        return set()
+    place = {episode.task_id: episode.metadata.get(PLACE, 0) for episode in episodes}
+    return set(sorted(signal, key=lambda task: (place[task], task))[config.batch_size :])
+
+
+def metrics(episodes: Sequence[Episode], why: Mapping[str, str], beyond: Collection[str]) -> dict[str, float]:
+    """How many episodes were left out for how they ended, and how many tasks there were to spare."""
+    ended = Counter(e.termination_reason.value for e in episodes if why.get(e.id) == "dropped")
+    found = {f"dropped/{reason}": float(count) for reason, count in sorted(ended.items())}
+    return found | ({"tasks_surplus": float(len(beyond))} if beyond else {})
+
+
+def sentences(row: Mapping[str, Any]) -> list[str]:
+    """What a step's line says of all that."""
+    told = [f"{row[name]:.0f} left out that ended by {name[8:]}" for name in row if name.startswith("dropped/")]
+    if row.get("tasks_surplus"):
+        told.append(f"{row['tasks_surplus']:.0f} tasks to spare")
+    if row.get("refill_tasks"):
+        told.append(f"refilled by {row['refill_tasks']:.0f} tasks in {row['refill_rounds']:.0f} rounds")
+    if row.get("step_rewards_unused"):
+        told.append(f"{row['step_rewards_unused']:.0f} rewards of calls not used (credit = trajectory)")
+    absent = [name[7:] for name in row if name.startswith("absent/")]
+    return [*told, f"no trajectory named {' or '.join(absent)}, as roles has it"] if absent else told
