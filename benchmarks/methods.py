@@ -1,12 +1,13 @@
 """Every training method on the same task with the same samples: held-out reward before and after, three seeds each.
 
-Owns: what a method is here (options, or commands), and the JSON that the table in docs/algorithms.md shows. A seed that
-the JSON holds already is not run again, so the benchmark goes on where it was ended.
-``python benchmarks/methods.py [--methods rloo sft] [--seeds 0 1 2] [--seconds]``
+Owns: what a method is here (options, or commands), the JSON, and the table of it in docs/algorithms.md. A seed that the
+JSON holds already is not run again, so the benchmark goes on where it was ended.
+``python -m benchmarks.methods [--methods rloo sft] [--seeds 0 1 2] [--seconds]``
 
-A method that samples makes 10 steps of 16 words x 8 rollouts; ``sft`` learns, for two epochs, from what was right of as
-many rollouts of the model as it is. ``--seconds`` measures the time of a step instead: two steps after one that is not
-counted, nothing held out. It needs a quiet machine; the rewards do not.
+A method that samples makes 10 steps of 16 words x 8 rollouts, ``distill`` with a teacher that ``grpo`` trained (one for
+all seeds, kept in runs/); ``sft`` learns, for two epochs, what was right of as many rollouts of the model as it is.
+``--seconds`` measures the time of a step instead: two steps after one that is not counted, nothing held out. It needs a
+quiet machine; the rewards do not.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learning import one
-
+from benchmarks.learning import one
 from minirllm.log import read_metrics
 from minirllm.machine import machine
 
@@ -36,7 +36,11 @@ OPTIONS: dict[str, list[str]] = {  # of the methods that are an algorithm of `mi
     "gspo": ["inner_epochs=2", "clip_low=3e-4", "clip_high=4e-4", "loss_aggregation=sequence"],
     "cispo": ["inner_epochs=2", "clip_low=1", "clip_high=0.28"],
 }
-METHODS = (*OPTIONS, "sft")
+METHODS = (*OPTIONS, "sft", "distill")
+RL = [*("--steps", str(STEPS)), *("--eval-every", "0"), *("--save-every", "1000")]
+TEACHER, TEACHER_SEED = "learning-methods-teacher", 9
+OUT, PAGE = Path("benchmarks/baselines/learning_methods.json"), Path("docs/algorithms.md")
+HEAD = "| method | seed 0 | seed 1 | seed 2 | seconds a step |\n|---|---|---|---|---|\n"
 SFT_OPTIONS = ["--epochs", "2", "--batch-size", "16", "--lr", "3e-4", "--lr-schedule", "linear"]
 
 
@@ -83,13 +87,30 @@ def sft(seed: int) -> dict[str, Any]:
         }
 
 
+def teacher() -> Path:
+    """A run of ``grpo`` that is not one of the table's."""
+    folder = Path("runs") / TEACHER
+    if not (folder / "checkpoints").is_dir():
+        minirllm("train", TASK, "--seed", TEACHER_SEED, *RL, "--run", TEACHER)
+    return folder
+
+
+def flags(method: str) -> list[str]:
+    """What makes the commands that sample a method's."""
+    if method == "distill":
+        return ["--teacher", str(teacher())]
+    return [flag for setting in (f"algorithm={method}", *OPTIONS[method]) for flag in ("--set", setting)]
+
+
 def curve(method: str, seed: int) -> dict[str, Any]:
+    """One row of the table."""
     if method == "sft":
         return sft(seed)
-    flags = ["--steps", str(STEPS), "--eval-every", "0", "--save-every", "1000", "--set", f"algorithm={method}"]
-    for setting in OPTIONS[method]:
-        flags += ["--set", setting]
-    return one(TASK, seed, flags)
+    return one(TASK, seed, [*RL, *flags(method)], verb(method))
+
+
+def verb(method: str) -> str:
+    return method if method in ("distill", "sft") else "train"
 
 
 def seconds(method: str) -> float:
@@ -101,8 +122,7 @@ def seconds(method: str) -> float:
             data = rows(folder / "own", 0, 16)
             minirllm("sft", data, "--model", "smollm2-135m", "--steps", 3, "--batch-size", 16, *where)
         else:
-            settings = [f"algorithm={method}", "eval_tasks=0", *OPTIONS[method]]
-            minirllm("train", TASK, "--steps", 3, *where, *(x for setting in settings for x in ("--set", setting)))
+            minirllm(verb(method), TASK, "--steps", 3, "--set", "eval_tasks=0", *where, *flags(method))
         steps = [row for row in read_metrics(folder / "curve/metrics.jsonl") if row["step"] > 1]
         return statistics.median(row["seconds_step"] for row in steps)
 
@@ -110,9 +130,9 @@ def seconds(method: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="None: just write the table.")
     parser.add_argument("--seconds", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/baselines/learning_methods.json"))
+    parser.add_argument("--out", type=Path, default=OUT, help="Another file than this one is no table in docs.")
     options = parser.parse_args()
     for seed in [0] if options.seconds else options.seeds:
         for method in options.methods:
@@ -124,11 +144,43 @@ def main() -> None:
             else:
                 found = {"runs": [*runs, {**curve(method, seed), "machine": machine()}]}
             result = read(options.out)
-            entry = result["methods"].setdefault(method, {"options": OPTIONS.get(method, SFT_OPTIONS), "runs": runs})
+            entry = result["methods"].setdefault(method, {"options": options_of(method), "runs": runs})
             entry |= found
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{method}, seed {seed}: done", flush=True)
+    if options.out == OUT:
+        page = PAGE.read_text()
+        PAGE.write_text(page.replace(HEAD + shown(page), HEAD + table(read(OUT))))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows of the page: a method, what each seed ended up with and its 95 % interval, seconds a step."""
+    lines = []
+    for method in (name for name in METHODS if name in result["methods"]):
+        entry = result["methods"][method]
+        cells = {
+            run["seed"]: "{:.2f} to {:.2f} [{:.2f}, {:.2f}]".format(*before_and_after(run)) for run in entry["runs"]
+        }
+        seconds = f"{entry['seconds_per_step']:.1f}" if "seconds_per_step" in entry else "not measured"
+        lines.append(f"| {' | '.join([f'`{method}`', *(cells.get(seed, '') for seed in range(3)), seconds])} |\n")
+    return "".join(lines)
+
+
+def before_and_after(run: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Held-out reward before; after, and its interval."""
+    (before, *_), (after, low, high) = (run["held_out"][step] for step in sorted(run["held_out"], key=int))
+    return before, after, low, high
+
+
+def shown(page: str) -> str:
+    """The rows that a page shows."""
+    rows = page.partition(HEAD)[2]
+    return rows[: rows.index("\n\n") + 1]
+
+
+def options_of(method: str) -> list[str]:
+    return SFT_OPTIONS if method == "sft" else OPTIONS.get(method, [])
 
 
 def read(out: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from benchmarks import methods
 from minirllm import flow, train
 from minirllm.cli import cli
 from minirllm.config import Config
@@ -73,6 +75,14 @@ def test_frameworks_page_shows_what_is_run() -> None:
     for _, *words in commands:
         check_minirllm(words)
         assert (ROOT / words[1]).is_file()
+
+
+def test_table_of_methods_shows_what_was_measured() -> None:
+    measured = json.loads((ROOT / methods.OUT).read_text())
+    assert methods.shown((ROOT / methods.PAGE).read_text()) == methods.table(measured)
+    runs = [(name, run) for name, entry in measured["methods"].items() for run in entry["runs"]]
+    ends = {(name, run["seed"]): methods.before_and_after(run) for name, run in runs}
+    assert [where for where, (before, _, low, _) in ends.items() if low <= before] == []  # each rises
 
 
 def test_commands_of_the_page_on_several_roles_exist() -> None:

@@ -22,7 +22,7 @@ from tests.agent_server import running
 async def played(
     name: str, problem: Task, answer: Callable[[str, int], str], validation: bool = False, n: int = 1
 ) -> list[Episode]:
-    task = await asyncio.to_thread(load_task, name)
+    task = await asyncio.to_thread(load_task, f"tasks/{name}.py")
     async with running(task, answer) as runner:
         episodes = await runner.run_many([Job(problem, i, 1, validation=validation) for i in range(n)], lambda _: None)
     assert [episode.reason for episode in episodes] == [""] * n
@@ -168,7 +168,7 @@ def trained(task: TaskModule, runs: Path, run: str, **settings: Any) -> list[dic
 
 @pytest.mark.parametrize(("name", "roles"), [("solver_judge", "judge=rloo"), ("self_verification", "")])
 def test_roles_that_call_at_once_learn_the_same_each_time(name: str, roles: str, tmp_path: Path) -> None:
-    task = replace(load_task(name), evaluator=evaluator(letters))
+    task = replace(load_task(f"tasks/{name}.py"), evaluator=evaluator(letters))
     sizes = {"steps": 2, "batch_size": 2, "group_size": 4, "roles": roles}
     first, second = (trained(task, tmp_path, run, **sizes) for run in ("first", "second"))
     assert [row["weights_sha256"] for row in first] == [row["weights_sha256"] for row in second]
@@ -178,7 +178,7 @@ def test_roles_that_call_at_once_learn_the_same_each_time(name: str, roles: str,
 
 def test_self_play_learns_moves_that_the_rules_allow(tmp_path: Path) -> None:
     sizes = {"steps": 8, "group_size": 16, "batch_size": 4, "eval_tasks": 32, "eval_every": 0}
-    rows = trained(load_task("self_play"), tmp_path, "play", **sizes)
+    rows = trained(load_task("tasks/self_play.py"), tmp_path, "play", **sizes)
     assert rows[0]["eval_signal/legal"] < 0.15
     assert rows[-1]["eval_signal/legal"] > 0.3
     assert rows[0]["eval_reward"] < 0.1 < rows[-1]["eval_reward"]
