@@ -13,9 +13,9 @@ import click
 import pytest
 
 from benchmarks import methods
-from minirllm import flow, train
+from minirllm import algorithms, flow, train
 from minirllm.cli import cli
-from minirllm.config import Config
+from minirllm.config import Config, load
 from tests.test_architecture import ROWS
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +83,9 @@ def test_table_of_methods_shows_what_was_measured() -> None:
     runs = [(name, run) for name, entry in measured["methods"].items() for run in entry["runs"]]
     ends = {(name, run["seed"]): methods.before_and_after(run) for name, run in runs}
     assert [where for where, (before, _, low, _) in ends.items() if low <= before] == []  # each rises
+    for name, settings in methods.OPTIONS.items():
+        chosen = load(settings=(f"algorithm={name}", *settings))
+        algorithms.create(chosen.algorithm).validate(chosen)
 
 
 def test_commands_of_the_page_on_several_roles_exist() -> None:
