@@ -1,4 +1,5 @@
-"""The command line: ``minirllm train | sft | eval | serve | dataset | model | show | replay | diff | harness``.
+"""The command line: ``minirllm train | sft | eval | serve | dataset | model | show | replay | diff | harness |
+snapshot``.
 
 Owns: which commands there are, how errors are shown. Does not know: what a command does.
 """
@@ -17,6 +18,7 @@ from minirllm.commands.harness import harness
 from minirllm.commands.learn import sft, train
 from minirllm.commands.model import provider_model
 from minirllm.commands.runs import diff, replay, show
+from minirllm.commands.snapshot import snapshot
 from minirllm.errors import EngineError, UserError
 
 
@@ -48,7 +50,7 @@ def cli() -> None:
     """Train language agents with reinforcement learning without rewriting them."""
 
 
-for command in (train, sft, evaluate, serve, provider_model, dataset, show, replay, diff, harness):
+for command in (train, sft, evaluate, serve, provider_model, dataset, show, replay, diff, harness, snapshot):
     cli.add_command(command)
 
 

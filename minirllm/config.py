@@ -48,6 +48,11 @@ class Config:
     harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")
     harness_full: bool = option(False, "the harness as its users run it, not in its leanest form")
     sandbox: str = option("", "where the agent works and is graded: local, docker, local-unsafe, or module:attr")
+    setup: str = option("", "a line of bash that prepares each sandbox before an agent works in it")
+    snapshots: Literal["use", "make", "off"] = option(
+        "use", "prepared sandboxes: begin with those that `minirllm snapshot` lists, also keep new ones, or do neither"
+    )
+    warm: int = option(0, "sandboxes started ahead of the rollouts that are to come", 0)
     # how long, how wide
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks (or rows, of fine-tuning) per step", 1)

@@ -27,6 +27,7 @@ from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import write_whole
 from minirllm.flow import TaskModule
+from minirllm.interrupt import interruptible
 from minirllm.providers.serving import serving
 from minirllm.returns import mean_signals
 from minirllm.rollouts import Job, Runner
@@ -144,6 +145,10 @@ def run(
     agent = harness.agent(task, config)
 
     async def work() -> EvalResult:
+        with interruptible(steps=False):
+            return await rollouts()
+
+    async def rollouts() -> EvalResult:
         async with serving(config, weights=checkpoint) as place:
             runner = Runner(place.sessions, place.base_url, agent, task.evaluator, config)
             who = {name: place.facts[name] for name in ANSWERING if name in place.facts}

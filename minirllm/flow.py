@@ -16,7 +16,8 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ DICT_NAMES = ("task_data", "task_info")  # a first parameter so named gets `task
 LOADING = "{} {} cannot be loaded: "
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 Auxiliary = Callable[[ModelRequest], str | None]
+Block = AbstractAsyncContextManager[None]
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -46,6 +48,9 @@ class AgentFlow:
         self.fn, self.name, self.is_async, self.auxiliary = fn, name, _is_async(fn), auxiliary
         self.facts: dict[str, Any] = {}  # for the manifest
         self.silent = False  # it never calls the model, and is graded all the same
+        # (tasks, the endpoint's URL) -> what rollouts of them begin with; and a block in which those are to come
+        self.recipes: Callable[[Sequence[Task], str], list[Any]] = lambda tasks, url: []
+        self.ahead: Callable[[Sequence[Task], str], Block] = lambda tasks, url: contextlib.nullcontext()
 
     def __call__(self, task: Task, config: AgentConfig) -> Any:
         return self.fn(task, config)

@@ -30,7 +30,9 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
-from minirllm.sandboxes import WORK, Result, Sandbox, Spec, create, program
+from minirllm.sandboxes import WORK, Result, Sandbox, Spec, pool, program
+from minirllm.sandboxes.kept import Recipe
+from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
 
@@ -173,7 +175,7 @@ def agent(task: TaskModule, config: Config) -> AgentFlow:
     if task.host is not None:
         return task.host(config)
     if config.harness:
-        return flow(find(config.harness), config.harness_full, config.sandbox)
+        return flow(find(config.harness), config.harness_full, pool.of(config))
     if config.sandbox:
         raise ConfigError(
             "A sandbox is for an agent program: choose one, as in --harness bash, or leave --sandbox out."
@@ -187,20 +189,39 @@ def check_installed(harness: Harness) -> None:
         raise UserError(f"Harness {harness.name} is not installed: run `minirllm harness install {harness.name}`.")
 
 
-def flow(harness: Harness, full: bool = False, sandbox: str = "") -> AgentFlow:
+def flow(harness: Harness, full: bool = False, boxes: Pool | None = None) -> AgentFlow:
     """An agent that runs the program. Raises UserError when it is not installed."""
     check_installed(harness)
 
     async def run(task: Task, config: AgentConfig) -> Episode:
-        return await episode(harness, task, config, full=full, sandbox=sandbox)
+        return await episode(harness, task, config, full=full, boxes=boxes)
 
     made = AgentFlow(run, harness.name, harness.auxiliary)
-    made.facts = {"harness": f"{harness.name} {harness.version}"} | ({"sandbox": sandbox} if sandbox else {})
+    made.facts = {"harness": f"{harness.name} {harness.version}"}
+    if boxes is not None:
+        made.facts |= {"sandbox": boxes.kind}
+        made.recipes = lambda tasks, url: [recipe(harness, boxes, needs(harness, url, full))] * len(tasks)
+        made.ahead = lambda tasks, url: boxes.ahead(lambda: made.recipes(tasks, url))
     return made
 
 
+def needs(harness: Harness, url: str, full: bool) -> Spec:
+    """A sandbox in which the program sees itself and this endpoint. Reads files."""
+    return inside(harness, context_of(harness, "", AgentConfig(url, ""), full)).spec
+
+
+def recipe(harness: Harness, boxes: Pool, spec: Spec) -> Recipe:
+    """Of the sandboxes in which it works."""
+    return boxes.recipe(spec, made_of=installed(harness), about=f"harness {harness.name}")
+
+
+def installed(harness: Harness) -> tuple[str, ...]:
+    """What a snapshot made for it depends on: its version and what is installed, if anything is."""
+    return (harness.version, harness.receipt()) if harness.pip or harness.npm else ()
+
+
 async def episode(
-    harness: Harness, task: Task, config: AgentConfig, *, full: bool = False, sandbox: str = ""
+    harness: Harness, task: Task, config: AgentConfig, *, full: bool = False, boxes: Pool | None = None
 ) -> Episode:
     """One run of the program, which ended or had to be ended (TIMEOUT). Raises UserError when it could not be a run."""
     deadline = Deadline(max(EARLY, config.metadata.get("timeout", 600.0) - EARLY))
@@ -209,8 +230,8 @@ async def episode(
         seconds=deadline.remaining(),
         files=tuple(task.metadata.get("files", {})),
     )
-    if sandbox:
-        return await _inside(harness, task, context, sandbox, deadline)
+    if boxes is not None:
+        return await _inside(harness, task, context, boxes, deadline)
     split = "eval" if config.is_validation else f"train{config.metadata.get('ahead') or ''}"
     place = await asyncio.to_thread(Place, split, task.id, config.metadata.get("rollout_idx", 0))
     try:
@@ -245,10 +266,10 @@ def context_of(harness: Harness, instruction: str, config: AgentConfig, full: bo
     )
 
 
-async def _inside(harness: Harness, task: Task, context: Context, kind: str, deadline: Deadline) -> Episode:
+async def _inside(harness: Harness, task: Task, context: Context, boxes: Pool, deadline: Deadline) -> Episode:
     """The same in a sandbox, from which the session's endpoint can be reached, and nothing else."""
     start = await asyncio.to_thread(inside, harness, context)
-    async with create(kind, start.spec) as box:
+    async with boxes.take(recipe(harness, boxes, start.spec)) as box:
         await program.lay(box, task.metadata.get("files", {}), {})
         done = await start.run(box, deadline.remaining())
         files, left_out = await program.gather(box)

@@ -30,8 +30,8 @@ class Terminated(SystemExit):
 class Interrupt:
     """What was asked of the current task by signals."""
 
-    def __init__(self) -> None:
-        self.asked = False  # for an end after the step in hand
+    def __init__(self, steps: bool) -> None:
+        self.steps, self.asked = steps, not steps  # for an end after the step in hand
         self.ended_by: int | None = None  # the signal that ended it at once
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
 
@@ -43,7 +43,8 @@ class Interrupt:
             self._say("Stopping once this step is done and saved. Ctrl-C again stops at once.")
         elif self.ended_by is None:
             self.ended_by = number
-            self._say("Stopping at once. Finished episodes are kept, and the run can be resumed.")
+            kept = " Finished episodes are kept, and the run can be resumed." if self.steps else ""
+            self._say(f"Stopping at once.{kept}")
             self._loop.call_soon_threadsafe(self._task.cancel)
         else:
             raise KeyboardInterrupt
@@ -53,12 +54,13 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Inside, signals are heard: in the main thread, and unless the program was started with them ignored.
+def interruptible(steps: bool = True) -> Iterator[Interrupt]:
+    """Inside, signals are heard: in the main thread, and unless the program was started with them ignored. Without
+    `steps` the first SIGINT ends it at once.
 
     Raises KeyboardInterrupt or Terminated where they ended the current task.
     """
-    interrupt = Interrupt()
+    interrupt = Interrupt(steps)
     here = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}

@@ -45,7 +45,7 @@ class Place:
         if number > 1:
             logger.warning("another run works in %s, so paths that the agent sees differ: %s", base / name, self.root)
         self.work, self.home = self.root / "work", self.root / "home"
-        _remove(self.root)
+        remove_tree(self.root)
         for folder in (self.work, self.home, self.root / "tmp"):
             folder.mkdir(parents=True)
 
@@ -66,7 +66,7 @@ class Place:
 
     def close(self) -> None:
         """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
-        _remove(self.root)
+        remove_tree(self.root)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.root}.lock")
         os.close(self.lock)
@@ -82,7 +82,7 @@ def own_folder(name: str) -> Path:
     return folder
 
 
-def _remove(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
     """Delete a tree, also one that an agent has locked up."""
     for path, folders, _ in os.walk(folder):
         for name in folders:

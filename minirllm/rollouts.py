@@ -98,8 +98,10 @@ class Runner:
             on_done(episode)
             return episode
 
-        tasks = [asyncio.ensure_future(one(job)) for job in jobs]
-        async with watched((source(self.flow.fn), source(self.evaluator.fn)), self.config.episode_timeout):
+        code = (source(self.flow.fn), source(self.evaluator.fn))
+        ahead = self.flow.ahead([job.task for job in jobs], self.base_url)
+        async with ahead, watched(code, self.config.episode_timeout):
+            tasks = [asyncio.ensure_future(one(job)) for job in jobs]
             try:
                 return list(await asyncio.gather(*tasks))
             finally:

@@ -19,6 +19,7 @@ from minirllm.harbor.agents import nop, oracle
 from minirllm.harbor.grading import Graded, _json, _text, combined, missed, scalar
 from minirllm.harbor.task import HarborTask, read
 from minirllm.harbor.trial import Agent, Order, Outcome
+from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode
 
 FIXTURES = Path(__file__).parent / "fixtures" / "harbor"
@@ -45,7 +46,8 @@ async def tried(
     if not isinstance(task, HarborTask):
         task = await asyncio.to_thread(read, FIXTURES / task)
     trial.check(task, kind)
-    episode = await trial.run(task, agent, kind, AgentConfig("", "tiny", metadata={"timeout": seconds}))
+    boxes, model = Pool(kind), AgentConfig("", "tiny", metadata={"timeout": seconds})
+    episode = await trial.run(task, agent, boxes, trial.recipe(task, boxes), model)
     return episode.artifacts
 
 

@@ -20,6 +20,7 @@ from minirllm.flow import load_task
 from minirllm.harness import Harness, Launch
 from minirllm.rollouts import Job
 from minirllm.sandboxes import MIB, Limits, Spec, create
+from minirllm.sandboxes.pool import Pool
 from minirllm.sandboxes.program import gather, seen, spec
 from minirllm.types import Episode, Task, TerminationReason
 from tests import shells
@@ -35,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def run(own: Harness, task: Task | None = None, **options: object) -> Episode:
-    async with running(harness.flow(own, sandbox="local"), **options) as runner:
+    async with running(harness.flow(own, boxes=Pool("local")), **options) as runner:
         return await runner.run(Job(task or Task("t", "do it"), 3))
 
 
@@ -79,7 +80,7 @@ for port in ({port}, 22, 80, 8000):
         try: socket.create_connection((host, port), 1); print("reached", host, port)
         except OSError: pass"""
     own = scripted(f"/usr/bin/python3 -c {shlex.quote(script)}")
-    async with running(harness.flow(own, sandbox="local")) as runner:
+    async with running(harness.flow(own, boxes=Pool("local"))) as runner:
         runner.sessions.create("other", seed_parts=("other",))
         episode = await runner.run(Job(Task("t", "do it")))
     listener.close()
@@ -233,7 +234,7 @@ def test_a_sandbox_is_for_an_agent_program() -> None:
 
 
 async def test_a_sandbox_that_cannot_do_it_says_so() -> None:
-    async with running(harness.flow(scripted("true"), sandbox="local-unsafe")) as runner:
+    async with running(harness.flow(scripted("true"), boxes=Pool("local-unsafe"))) as runner:
         episode = await runner.run(Job(Task("t", "do it")))
     assert episode.termination_reason is TerminationReason.ERROR
     assert "local-unsafe has this machine's network and files" in episode.reason

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from minirllm import harness
@@ -20,6 +21,8 @@ from minirllm.flow import AgentFlow, Evaluator, TaskModule
 from minirllm.harbor import trial
 from minirllm.harbor.agents import BUILTIN, program
 from minirllm.harbor.task import HarborTask, digest, read
+from minirllm.sandboxes import pool
+from minirllm.sandboxes.kept import Recipe
 from minirllm.types import AgentConfig, Episode, EvalOutput, Signal, Task
 
 logger = logging.getLogger(__name__)
@@ -83,15 +86,20 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
     if any(task.environment.network == "public" and task.environment.asks_network for task in tasks):
         logger.warning("some of these tasks ask for a network; there is none in a sandbox")
     by_name = {task.name: task for task in tasks}
+    boxes = pool.of(config)
+    assert boxes is not None, "a Harbor task has a sandbox by default"
+    installed = () if one is None else harness.installed(one)
+
+    def recipes(tasks: Sequence[Task], url: str) -> list[Recipe]:
+        needs = trial.NOTHING if one is None else harness.needs(one, url, config.harness_full)
+        return [trial.recipe(by_name[task.id], boxes, needs, installed) for task in tasks]
 
     async def run(task: Task, model: AgentConfig) -> Episode:
-        found, needs = by_name[task.id], trial.NOTHING
-        if one is not None:
-            context = harness.context_of(one, "", model, config.harness_full)
-            needs = (await asyncio.to_thread(harness.inside, one, context)).spec
-        return await trial.run(found, agent, config.sandbox, model, needs)
+        (start,) = await asyncio.to_thread(recipes, [task], model.base_url.removesuffix("/v1"))
+        return await trial.run(by_name[task.id], agent, boxes, start, model)
 
     made = AgentFlow(run, config.harness if one is None else one.name, one.auxiliary if one else None)
     made.silent = one is None
+    made.recipes, made.ahead = recipes, lambda tasks, url: boxes.ahead(lambda: recipes(tasks, url))
     made.facts = {"harness": f"{one.name} {one.version}" if one else config.harness, "sandbox": config.sandbox}
     return made

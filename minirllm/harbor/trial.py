@@ -24,6 +24,8 @@ from minirllm.harbor.grading import Graded, combined, grade, missed, scalar, scr
 from minirllm.harbor.task import Artifact, HarborTask, Health, Step, resolved
 from minirllm.place import read_files
 from minirllm.sandboxes import MIB, Limits, Sandbox, Spec
+from minirllm.sandboxes.kept import Recipe
+from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode, Trajectory
 from minirllm.watchdog import Deadline
 
@@ -89,11 +91,26 @@ def spec(task: HarborTask) -> Spec:
     )
 
 
-async def run(task: HarborTask, agent: Agent, kind: str, model: AgentConfig, needs: Spec = NOTHING) -> Episode:
-    """One trial, graded. The agent sees the folders and the ports that it `needs`; tests have no ports. Raises
-    SandboxError when there was none."""
+def recipe(task: HarborTask, boxes: Pool, needs: Spec = NOTHING, installed: tuple[str, ...] = ()) -> Recipe:
+    """Of a sandbox in which a trial can begin. The agent sees the folders and the ports that it `needs`."""
+    environment = task.environment
+
+    async def prepare(box: Sandbox) -> None:
+        cwd = environment.workdir or box.work
+        await script(box, FOLDERS, cwd)
+        if environment.files is not None:
+            await box.upload(environment.files, cwd)
+
+    files: tuple[Path, ...] = (environment.files,) if environment.files else ()
+    own = replace(spec(task), binds=needs.binds, forward=needs.forward)
+    return boxes.recipe(own, prepare, (FOLDERS, environment.workdir, *files, *installed), f"task {task.name}")
+
+
+async def run(task: HarborTask, agent: Agent, boxes: Pool, start: Recipe, model: AgentConfig) -> Episode:
+    """One trial, graded, in a sandbox that `start` makes; tests have no ports. Raises SandboxError when there was
+    none."""
     deadline = Deadline(model.metadata.get("timeout", 600.0) - 1.0)
-    async with sandboxes.create(kind, replace(spec(task), binds=needs.binds, forward=needs.forward)) as box:
+    async with boxes.take(start) as box:
         return await _Trial(task, agent, model, box, deadline).run()
 
 
@@ -105,9 +122,6 @@ class _Trial:
 
     async def run(self) -> Episode:
         """All steps, until one misses its least reward."""
-        await script(self.box, FOLDERS, self.cwd)
-        if self.task.environment.files is not None:
-            await self.box.upload(self.task.environment.files, self.cwd)
         await self._healthy(self.task.health)
         graded: list[Graded] = []
         for step in self.task.steps:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,6 @@ from typing import Any, Self, TypeVar
 
 from minirllm.config import find
 from minirllm.errors import ConfigError, SandboxError
-from minirllm.files import cache_root
 from minirllm.sandboxes.pipes import Input, Kept, Sink
 from minirllm.sandboxes.trees import Packed, unpacking
 
@@ -113,6 +110,7 @@ class Sandbox(ABC):
 
     work = WORK  # where relative paths and commands begin
     images = False  # it can be made of an image
+    contained = True  # all that is written in it is in its snapshots
     streams = False  # `carry_out` takes input and gives output piece by piece; else it gets and gives them whole
 
     def __init__(self, spec: Spec):
@@ -161,6 +159,21 @@ class Sandbox(ABC):
     async def halt(self) -> None:
         """End what still runs in it. Nothing can be run in it any more; services beside it go on."""
         return None
+
+    @classmethod
+    def place(cls) -> str:
+        """Who keeps the snapshots, where that is not this machine: an engine, an account."""
+        return ""
+
+    @classmethod
+    async def weigh(cls, id: str) -> int:
+        """Bytes that a snapshot takes, 0 where that is not known."""
+        return 0
+
+    @classmethod
+    async def forget(cls, id: str) -> None:
+        """Remove a snapshot; it need not be there. Raises SandboxError when that cannot be done."""
+        raise SandboxError(f"Snapshots of {cls.__name__} are removed where they are kept.")
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as undo:
@@ -270,6 +283,10 @@ class Sandbox(ABC):
         return done.raw_stdout
 
 
+class NoSnapshot(SandboxError):
+    """No snapshot has this id."""
+
+
 SANDBOXES: dict[str, str] = {
     "docker": "minirllm.sandboxes.docker:Docker",
     "local": "minirllm.sandboxes.local:Local",
@@ -289,21 +306,6 @@ def create(name: str, spec: Spec | None = None) -> Sandbox:
     if not made.images and (made.spec.image or made.spec.build or made.spec.compose):
         raise ConfigError(f"The sandbox {name} has no images: take docker.")
     return made
-
-
-def snapshots(kind: str) -> Path:
-    """The folder in which this kind of sandbox keeps its snapshots, each a folder called by its id."""
-    folder = cache_root() / "snapshots" / kind
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-def find_snapshot(kind: str, id: str) -> Path:
-    """Its folder. Raises SandboxError when there is none."""
-    folder = snapshots(kind) / id
-    if not id or Path(id).name != id or not folder.is_dir():
-        raise SandboxError(f"There is no {kind} snapshot {id!r}.")
-    return folder
 
 
 def check_user(kind: type[Sandbox], user: str | None) -> None:
@@ -332,21 +334,6 @@ def _encodes(text: str) -> bool:
         return bool(text.encode()) or not text
     except UnicodeEncodeError:  # half of a surrogate pair: what a model writes as "\\ud800"
         return False
-
-
-def keep(kind: str, copy: Callable[[Path], object]) -> str:
-    """A new snapshot of this kind, whole or not there: `copy` makes its folder. Returns its id; SandboxError when the
-    disk is full, say, or files went while they were copied."""
-    id = uuid.uuid4().hex
-    partial = snapshots(kind) / f".{id}.partial"
-    try:
-        copy(partial)
-        partial.rename(snapshots(kind) / id)
-    except OSError as error:
-        raise SandboxError(f"The files cannot be kept: {str(error)[:300]}.") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return id
 
 
 async def to_end(function: Callable[..., T], *arguments: Any) -> T:

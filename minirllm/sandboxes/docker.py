@@ -58,7 +58,7 @@ class Docker(Sandbox):
     def __init__(self, spec: Spec):
         super().__init__(spec)
         self.api: Any = None
-        self.host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        self.host = self.place()
         self.container = ""
         self.project: Project | None = None  # what runs beside it
         self.pid = 0  # of its first process, as this machine sees it; 0 on another machine, or without root
@@ -159,6 +159,21 @@ class Docker(Sandbox):
                 self.api.kill(self.container)
 
         await asyncio.to_thread(kill)
+
+    @classmethod
+    def place(cls) -> str:
+        """See `Sandbox.place`."""
+        return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+
+    @classmethod
+    async def weigh(cls, id: str) -> int:
+        """See `Sandbox.weigh`: what it adds to its image."""
+        return await asyncio.to_thread(engine.weigh, cls.place(), id)
+
+    @classmethod
+    async def forget(cls, id: str) -> None:
+        """See `Sandbox.forget`."""
+        await asyncio.to_thread(engine.forget, cls.place(), id)
 
     @property
     def running(self) -> bool:

@@ -25,7 +25,9 @@ import docker
 from docker.errors import APIError, DockerException, NotFound
 
 from minirllm.errors import SandboxError
+from minirllm.sandboxes import NoSnapshot
 from minirllm.sandboxes.pipes import Kept
+from minirllm.sandboxes.trees import digest
 
 OWNER, SNAPSHOT = "minirllm.owner", "minirllm.snapshot"  # labels
 _building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -99,7 +101,7 @@ def image(api: Any, snapshot: str | None, build: Path | None, name: str) -> str:
             with contextlib.suppress(APIError, ValueError):
                 if snapshot and (api.inspect_image(snapshot)["Config"].get("Labels") or {}).get(SNAPSHOT):
                     return snapshot
-            raise SandboxError(f"There is no docker snapshot {snapshot!r}.")
+            raise NoSnapshot(f"There is no docker snapshot {snapshot!r}.")
         if build is not None:
             return built(api, build)
         try:
@@ -123,12 +125,7 @@ def built(
     target: str | None = None,
 ) -> str:
     """The image of a folder with a Dockerfile, by a name that only these files have. Built once."""
-    state = sha256(json.dumps([dockerfile, dict(args), target]).encode())
-    for path in sorted(context.rglob("*")):
-        info = path.lstat()
-        state.update(f"{path.relative_to(context).as_posix()}\0{info.st_mode}\0".encode())
-        data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        state.update(sha256(data).digest())
+    state = sha256(json.dumps([dockerfile, dict(args), target, digest(context)]).encode())
     name = f"minirllm/build:{state.hexdigest()[:24]}"
     with _building[name]:
         with contextlib.suppress(NotFound):
@@ -180,7 +177,7 @@ def clear(api: Any, host: str) -> None:
 
 
 def remove(api: Any, container: str) -> None:
-    with contextlib.suppress(NotFound), told("The container cannot be removed"):
+    with told("The container cannot be removed"), contextlib.suppress(NotFound):
         api.remove_container(container, force=True, v=True)
 
 
@@ -196,3 +193,15 @@ def remove_all(api: Any, labels: list[str]) -> None:
         for found in api.volumes(filters=filters)["Volumes"] or []:
             with contextlib.suppress(NotFound):
                 api.remove_volume(found["Name"], force=True)
+
+
+def weigh(host: str, id: str) -> int:
+    """Bytes of a snapshot's own layer."""
+    with contextlib.closing(client(host)) as api, told("The snapshot cannot be weighed"):
+        return int(api.history(id)[0]["Size"])
+
+
+def forget(host: str, id: str) -> None:
+    """Remove a snapshot's image, unless it is gone."""
+    with contextlib.closing(client(host)) as api, told("The snapshot cannot be removed"), contextlib.suppress(NotFound):
+        api.remove_image(id)

@@ -33,20 +33,10 @@ from pathlib import Path, PurePosixPath
 
 from minirllm.errors import SandboxError
 from minirllm.place import own_folder
-from minirllm.sandboxes import (
-    MIB,
-    WORK,
-    Command,
-    Result,
-    Sandbox,
-    Spec,
-    find_snapshot,
-    keep,
-    seccomp,
-    to_end,
-)
+from minirllm.sandboxes import MIB, WORK, Command, Result, Spec, seccomp, to_end
 from minirllm.sandboxes.cgroup import Cgroup, end
 from minirllm.sandboxes.netns import Forward
+from minirllm.sandboxes.ondisk import OnDisk, find_snapshot, keep
 from minirllm.sandboxes.pipes import Ended, communicate, gone
 
 logger = logging.getLogger(__name__)
@@ -67,9 +57,10 @@ FROM_ETC = ("/etc/alternatives", "/etc/ssl/certs", "/etc/ld.so.cache", "/etc/loc
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/usr/local/sbin:/usr/sbin:/bin", "HOME": "/home/agent", "LANG": "C.UTF-8"}
 
 
-class Local(Sandbox):
+class Local(OnDisk):
     """See the module."""
 
+    name = "local"
     streams = True
     proven = False  # that it works here: tried once in a process
 
@@ -137,7 +128,7 @@ class Local(Sandbox):
                 for path in (self.root, *self.root.rglob("*")):
                     os.chown(path, UID, UID)
         else:
-            kept = find_snapshot("local", self.spec.snapshot)
+            kept = find_snapshot(self.name, self.spec.snapshot)
             if self.as_root:
                 for name in ("upper", "layer"):
                     (self.folder / name).mkdir()
@@ -174,7 +165,7 @@ class Local(Sandbox):
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        return await to_end(keep, "local", self._copy)
+        return await to_end(keep, self.name, self._copy)
 
     def _copy(self, place: Path) -> None:
         _command("cp", "-a", "--reflink=auto", str(self.root), str(place))

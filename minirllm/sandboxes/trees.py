@@ -1,6 +1,6 @@
 """Trees as tar, piece by piece, in and out: however large they are, memory holds a piece.
 
-Owns: `Packed`, `unpacking`, what of a hostile archive is written. Does not know: sandboxes.
+Owns: `Packed`, `unpacking`, `digest`, what of a hostile archive is written. Does not know: sandboxes.
 
 What comes out of a sandbox may be anything. Files and folders are made below a folder of ours by names relative to open
 folders, and no name on the way may be a link; of links only those are made that stay inside: up at most to the top,
@@ -19,6 +19,7 @@ import stat
 import tarfile
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,6 +68,17 @@ def _packed(local: Path) -> Iterator[bytes]:
                     yield piece
             yield bytes(-info.size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def digest(folder: Path) -> str:
+    """A hash of a tree: names, modes, bytes, where links lead."""
+    state = sha256()
+    for path in sorted(folder.rglob("*")):
+        info = path.lstat()
+        state.update(f"{path.relative_to(folder).as_posix()}\0{info.st_mode}\0".encode(errors="surrogateescape"))
+        data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        state.update(sha256(data).digest())
+    return state.hexdigest()
 
 
 def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -17,15 +17,18 @@ import tempfile
 from collections.abc import Mapping
 
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import WORK, Command, Result, Sandbox, find_snapshot, keep, to_end
+from minirllm.sandboxes import WORK, Command, Result, to_end
+from minirllm.sandboxes.ondisk import OnDisk, find_snapshot, keep
 from minirllm.sandboxes.pipes import communicate, gone
 
 logger = logging.getLogger(__name__)
 
 
-class Unsafe(Sandbox):
+class Unsafe(OnDisk):
     """See the module. `work` is a folder of this machine; absolute paths are this machine's, too."""
 
+    name = "local-unsafe"
+    contained = False
     streams = True
 
     async def start(self) -> None:
@@ -40,7 +43,7 @@ class Unsafe(Sandbox):
     def _make(self, id: str | None) -> None:
         self.work = tempfile.mkdtemp(prefix="minirllm-unsafe-")
         if id is not None:
-            shutil.copytree(find_snapshot("local-unsafe", id), self.work, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(find_snapshot(self.name, id), self.work, symlinks=True, dirs_exist_ok=True)
 
     async def close(self) -> None:
         """See `Sandbox.close`."""
@@ -50,7 +53,7 @@ class Unsafe(Sandbox):
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        return await to_end(keep, "local-unsafe", lambda place: shutil.copytree(self.work, place, symlinks=True))
+        return await to_end(keep, self.name, lambda place: shutil.copytree(self.work, place, symlinks=True))
 
     @property
     def running(self) -> bool:

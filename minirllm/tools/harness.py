@@ -20,6 +20,7 @@ from minirllm.flow import AgentFlow, evaluator, names
 from minirllm.harness import PROOF, Call, Context, Harness, Turn
 from minirllm.policy import Policy
 from minirllm.rollouts import Job, Runner
+from minirllm.sandboxes import pool
 from minirllm.stack import serving
 from minirllm.types import Episode, SampledToken, Task
 
@@ -133,10 +134,11 @@ def check(name: str, full: bool = False, sandbox: str = "") -> Report:
     """Run the real program once on a tiny task, perhaps in a sandbox. Raises UserError when it is not installed."""
     one = harness.find(name)
     config = Config(
-        model="tiny", harness=name, harness_full=full, engine=f"{__name__}:CheckEngine", retries=0,
+        model="tiny", harness=name, harness_full=full, sandbox=sandbox, engine=f"{__name__}:CheckEngine", retries=0,
         max_context=WINDOW, max_tokens=ANSWER, max_calls=TURNS, episode_timeout=SECONDS, determinism="off",
     )  # fmt: skip
-    return judged(one, episode(config, harness.flow(one, full, sandbox), Task(f"check-{one.name}", INSTRUCTION)))
+    agent = harness.flow(one, full, pool.of(config))
+    return judged(one, episode(config, agent, Task(f"check-{one.name}", INSTRUCTION)))
 
 
 def episode(config: Config, agent: AgentFlow, task: Task) -> Episode:

@@ -1,0 +1,67 @@
+"""``minirllm snapshot``: prepared sandboxes that are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from minirllm import flow
+from minirllm.commands import module, prepare
+from minirllm.errors import UserError
+from minirllm.options import chosen, flags
+
+HOURS = click.option("--ttl-hours", type=click.FloatRange(0, min_open=True), default=168.0, show_default=True,
+                     help="How long to keep it.")  # fmt: skip
+
+
+@click.group()
+def snapshot() -> None:
+    """Prepared sandboxes that are kept, so that rollouts begin with them: see the options snapshots and setup."""
+
+
+@snapshot.command("create")
+@click.argument("task")
+@flags(("sandbox", "harness", "data"))
+@HOURS
+def create(task: str, ttl_hours: float, **options: Any) -> None:
+    """Make those that rollouts of TASK begin with: a folder of Harbor tasks, or any task with --set setup=..."""
+    loaded = flow.load_task(task)
+    settings = chosen(options, {"harness": "nop" if "nop" in loaded.own_agents else "bash", **loaded.defaults})
+    prepare(settings.harness, own=loaded.own_agents)
+    module("tools.snapshot").create(loaded, settings, ttl_hours, click.echo)
+
+
+@snapshot.command("list")
+def list_snapshots() -> None:
+    """Those that there are, after what has expired was removed."""
+    rows = [*module("tools.snapshot").table()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+@snapshot.command("inspect")
+@click.argument("key")
+def inspect(key: str) -> None:
+    """All that is known of the one whose key begins with KEY."""
+    click.echo(module("tools.snapshot").inspect(key))
+
+
+@snapshot.command("renew")
+@click.argument("key")
+@HOURS
+def renew(key: str, ttl_hours: float) -> None:
+    """Keep the one whose key begins with KEY for --ttl-hours from now."""
+    click.echo(module("tools.snapshot").renew(key, ttl_hours))
+
+
+@snapshot.command("destroy")
+@click.argument("key", default="")
+@click.option("--all", "every", is_flag=True, help="All of them.")
+def destroy(key: str, every: bool) -> None:
+    """Remove the one whose key begins with KEY."""
+    if bool(key) == every:
+        raise UserError("Say which snapshot to remove: the beginning of its KEY, or --all.")
+    for line in module("tools.snapshot").destroy(key):
+        click.echo(line)
