@@ -76,6 +76,7 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     logprob.
     """
     batch = select(episodes, config, algorithm)
+    targets = _targets(_trained(batch))
     forests = list[Forest]()
     for part in _parts(_trained(batch), config):
         by_task: dict[str, dict[int, list[Member]]] = {}  # and by rollout
@@ -85,6 +86,11 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
         own = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
         batch.parts.append(pack(own, config))
         forests += own
+    if targets is not None:
+        for forest in batch.forests:
+            rows_N = forest.target_T[forest.trained_T]
+            assert (rows_N >= 0).all(), "a teacher scores every token or none"
+            forest.targets = targets[0][rows_N], targets[1][rows_N]
     trained, total = batch.metrics["trained_tokens"], sum(map(len, batch.forests))
     assert trained == sum(int(forest.trained_T.sum()) for forest in batch.forests), "the ledger balances"
     batch.metrics |= {
@@ -172,6 +178,17 @@ def _weigh(members: Sequence[Member], config: Config) -> None:
         }[config.loss_aggregation]
 
 
+def _targets(members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray] | None:
+    """What a teacher says of all their tokens, (ids, logprobs), [., K] each; sets where each call's begin."""
+    found, at = [], 0
+    for member in members:
+        for call, step in member.calls.items():
+            if step.targets is not None:
+                member.targets[call], at = at, at + step.response_length
+                found.append(step.targets)
+    return tuple(map(np.concatenate, zip(*found, strict=True))) if found else None  # type: ignore[return-value]
+
+
 def _forests(rollouts: list[list[Member]], config: Config, version: int) -> list[Forest]:
     """One task's rollouts as one forest, or as the fewest even shares of them that fit micro_batch_tokens.
 
@@ -194,7 +211,10 @@ def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
         _check(owner, found, version, forest)
         for call, member in owner.items():
             value_K, at = np.broadcast_to(member.advantages[call], member.calls[call].response_length), 0
+            first = member.targets.get(call)
             for start, end in (found[node] for node in _chain(member.episode.tree, member.calls[call])):
+                if first is not None:
+                    forest.target_T[start:end] = np.arange(first + at, first + at + end - start)
                 forest.advantage_T[start:end], at = value_K[at : at + end - start], at + end - start
                 forest.weight_T[start:end] = member.weight
                 forest.sequence_T[start:end] = member.index

@@ -1,5 +1,5 @@
-"""The command line: ``minirllm train | sft | eval | serve | dataset | model | show | replay | diff | harness |
-snapshot``.
+"""The command line: ``minirllm train | distill | sft | eval | serve | dataset | model | show | replay | diff |
+harness | snapshot``.
 
 Owns: which commands there are, how errors are shown. Does not know: what a command does.
 """
@@ -15,7 +15,7 @@ from minirllm.commands import sentence
 from minirllm.commands.ask import evaluate, serve
 from minirllm.commands.dataset import dataset
 from minirllm.commands.harness import harness
-from minirllm.commands.learn import sft, train
+from minirllm.commands.learn import distill, sft, train
 from minirllm.commands.model import provider_model
 from minirllm.commands.runs import diff, replay, show
 from minirllm.commands.snapshot import snapshot
@@ -50,7 +50,8 @@ def cli() -> None:
     """Train language agents with reinforcement learning without rewriting them."""
 
 
-for command in (train, sft, evaluate, serve, provider_model, dataset, show, replay, diff, harness, snapshot):
+COMMANDS = (train, distill, sft, evaluate, serve, provider_model, dataset, show, replay, diff, harness, snapshot)
+for command in COMMANDS:
     cli.add_command(command)
 
 

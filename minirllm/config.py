@@ -75,7 +75,7 @@ class Config:
     algorithm: str = option(
         "grpo",
         "grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce, gpg, prpo, reinforce_pp, reinforce_pp_baseline, or "
-        "module:attr",
+        "module:attr; distill: see `minirllm distill`",
     )
     roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
     group_by: str = option("task", "what a group has in common: task (and name), or module:attr -> text")
@@ -115,6 +115,16 @@ class Config:
         "token: mean over tokens; sequence: mean over trajectories of token means; "
         "constant: sum / (trajectories x max_tokens)",
     )
+    # distillation: who teaches, and what the teacher knows
+    teacher: str = option(
+        "", "who scores the student's tokens: a model, a run, a checkpoint, a URL; or the student's base, or self"
+    )
+    teacher_model: str = option("", "the model's name at the teacher's URL (default: the only one there)")
+    teacher_tokenizer: str = option("", "the model whose tokenizer that URL has (default: the student's)")
+    teacher_top_k: int = option(
+        0, "0: learn from the sampled tokens; K: from the teacher's K most likely, the rest as one", 0, 4096
+    )
+    privileged: str = option("", "what only the teacher is told: a key of Task.metadata, or a function module:attr")
     # optimizer
     lr: float = option(3e-4, "peak learning rate of AdamW", 0.0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(

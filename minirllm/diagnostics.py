@@ -21,6 +21,16 @@ COUNTED = (
     "drift",
 )  # fmt: skip
 
+#: Figures on a step's line: metric, words, form.
+SHOWN = (
+    ("teacher_kl", "KL to the teacher", ".3f"),
+    ("teacher_agreement", "agreement", ".2f"),
+    ("entropy", "entropy", ".2f"),
+    ("grad_norm", "gradient", ".2g"),
+)
+ALONE = "Nothing was learned: with --group-size 1 an answer has no others to be compared with; take at least 2."
+AGREED = "Nothing was learned: of each of its tokens the student thinks exactly as the teacher does."
+
 WINDOW = 5  # steps: the last so many are compared with those before them
 GRAM = 4  # tokens of a run whose variety is counted
 

@@ -34,6 +34,14 @@ class CheckpointError(UserError):
     """A checkpoint is missing, torn or does not belong to this run."""
 
 
+class TeacherError(UserError):
+    """A teacher cannot score what the student said."""
+
+    def __init__(self, why: str):
+        super().__init__(f"The teacher cannot score: {why}.")
+        self.why = why
+
+
 class LedgerError(UserError):
     """A token to be trained on cannot be traced to the call, the weights and the logprob that it was sampled with.
 

@@ -40,6 +40,7 @@ class Member:
     tokens: int
     fate: str = "trained"  # or why not: see `Batch.fate`
     advantages: dict[str, Value] = field(default_factory=dict)  # by call id
+    targets: dict[str, int] = field(default_factory=dict)  # by call id: where its teacher's distributions begin
     weight: float = 0.0  # of each of its tokens in the loss; 0: it is not trained on
     index: int = -1  # among the batch's trajectories
     role: int = 0  # whose algorithm it has

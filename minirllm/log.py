@@ -26,7 +26,7 @@ from rich.text import Text
 
 from minirllm import filters, trackers
 from minirllm.config import Config
-from minirllm.diagnostics import tripwires
+from minirllm.diagnostics import AGREED, ALONE, SHOWN, tripwires
 from minirllm.errors import UserError
 from minirllm.files import why, write_whole
 from minirllm.machine import machine
@@ -223,8 +223,7 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
         parts.append(", ".join(counts))
     parts += filters.sentences(row)
     parts += _ledger(row, level)
-    shown = (("entropy", "entropy", ".2f"), ("grad_norm", "gradient", ".2g"))
-    parts += [f"{text} {_show(row, name, form)}" for name, text, form in shown if row.get(name) is not None]
+    parts += [f"{text} {_show(row, name, form)}" for name, text, form in SHOWN if row.get(name) is not None]
     tokens = _count(row, "tokens_generated") - _count(row, "tokens_kept")  # those now, in these seconds
     if tokens > 0 and row.get("seconds_generate"):
         parts.append(f"{tokens / row['seconds_generate']:.0f} tok/s")
@@ -274,8 +273,8 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
             why += f"; the first: {row['ungraded_reason']}"
         none = f"None of the {_count(row, 'episodes')} answers could be graded"
         return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
-    if config.group_size == 1:
-        return "Nothing was learned: with --group-size 1 an answer has no others to be compared with; take at least 2."
+    if config.teacher or config.group_size == 1:
+        return AGREED if config.teacher else ALONE
     if _count(row, "groups_too_hard") == groups:
         sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."
         if _count(row, "truncated") * 2 > _count(row, "calls"):

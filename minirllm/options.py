@@ -22,6 +22,9 @@ TRAIN = (
     "lora_rank", "temperature", "max_tokens", "concurrency", "algorithm", "determinism", "threads", "eval_every",
     "save_every", "data", "runs_dir", "run", "trackers",
 )  # fmt: skip
+DISTILL = (
+    "teacher", "teacher_top_k", "privileged", *(name for name in TRAIN if name not in ("algorithm", "temperature")),
+)  # fmt: skip
 OUTSIDE = ("provider", "base_url", "key_env")
 SFT = (
     "model", "steps", "seed", "batch_size", "lr", "lr_schedule", "warmup_steps", "lora_rank", "max_context",
@@ -32,7 +35,7 @@ EVAL = (
     "determinism", "threads", "data", "runs_dir",
 )  # fmt: skip
 SERVE = ("model", *OUTSIDE, "max_tokens", "max_context", "determinism", "threads", "device", "runs_dir")
-FLAGS = {"eval_temperature": "--temperature"}  # where the flag is not the field's name
+FLAGS = {"eval_temperature": "--temperature", "teacher_top_k": "--top-k"}  # where the flag is not the field's name
 TYPES = get_type_hints(Config)
 # what a checkpoint only fits with
 FROM_RUN = (

@@ -56,9 +56,10 @@ class _Padded:
 class Policy:
     """A causal language model that the engine samples from and the trainer updates in place."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: Config):
-        """`model` is a transformers causal LM loaded with ``attn_implementation=attention.IMPLEMENTATION``. Raises
-        ModelError for a model this cannot drive, ConfigError for a determinism level the machine does not have."""
+    def __init__(self, model: Any, tokenizer: Any, config: Config, lane: ThreadPoolExecutor | None = None):
+        """`model` is a transformers causal LM loaded with ``attn_implementation=attention.IMPLEMENTATION``. `lane` is
+        that of another policy, whose work this one's then waits for; whose lane it is closes it. Raises ModelError for
+        a model this cannot drive, ConfigError for a determinism level the machine does not have."""
         self.tokenizer, self.config = tokenizer, config
         self.device = next(model.parameters()).device
         self.version = 0
@@ -68,28 +69,28 @@ class Policy:
         # in a small model, waking a second thread costs more than it brings
         small = sum(p.numel() for p in model.parameters()) < 20_000_000
         self.threads = config.threads or (1 if small else min(2, os.cpu_count() or 1))
-        self._lane = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self.lane = lane or ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(self.threads,))
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", config.max_context))
         self.eos_ids = _eos_ids(model, tokenizer)
-        self.model = self._lane.submit(self._trainable_model, model).result()
-        self._lane.submit(linear.speed_up, self.model).result()
+        self.model = self.lane.submit(self._trainable_model, model).result()
+        self.lane.submit(linear.speed_up, self.model).result()
         base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self._decoder, self._head = base.get_decoder(), head.Head(base.get_output_embeddings(), softcap)
         self.vocab_size = int(self._head.weight.shape[0])
-        copied = config.kl_beta and not config.lora_rank
-        self._reference = self._lane.submit(self._frozen_copy).result() if copied else None
-        self.level = self._lane.submit(self._probe).result()
+        copied = (config.kl_beta or config.teacher == "base") and not config.lora_rank
+        self._reference = self.lane.submit(self._frozen_copy).result() if copied else None
+        self.level = self.lane.submit(self._probe).result()
 
     # -- the device lane ------------------------------------------------------------------------------------------
 
     async def run(self, fn: Callable[..., Result], *args: Any) -> Result:
         """`fn(*args)` on the one thread that may touch torch: grad mode and thread counts are per thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._lane, fn, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.lane, fn, *args)
 
     def close(self) -> None:
         """Let the thread end after what is queued."""
-        self._lane.shutdown(wait=True, cancel_futures=True)
+        self.lane.shutdown(wait=True, cancel_futures=True)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -131,19 +132,45 @@ class Policy:
 
         The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without
         gradient."""
+        with self.frozen() if reference else nullcontext():
+            logprob_T, entropy_T = self._score(forest, entropy)
+        return logprob_T, entropy_T
+
+    def diverge(self, forest: Forest, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`score` and, where the forest has targets, how far in nats (with gradient) every trained token's distribution
+        is from them, ``[T]``: see `head.Head.score`."""
+        if forest.targets is None:
+            return *self.score(forest, entropy=entropy), None
+        likely = head.Likely(*(torch.from_numpy(array).to(self.device) for array in forest.targets))
+        logprob_T, entropy_T, divergence_T = self._score(forest, entropy, likely)
+        return logprob_T, entropy_T, divergence_T
+
+    @torch.no_grad()
+    def likely(self, forest: Forest, k: int, reference: bool = False) -> tuple[Tensor, head.Likely]:
+        """For each trained token, in order: its log-probability at temperature 1, and the `k` most likely in its
+        place. `reference` as in `score`."""
+        with self.frozen() if reference else nullcontext():
+            at_N, hidden_NE = self._parents(forest)
+            return self._head.likely(hidden_NE, torch.from_numpy(forest.token_T).to(self.device)[at_N], k)
+
+    def _parents(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """Where the trained tokens stand, ``[N]``, and the hidden states that score them, ``[N, E]``."""
         token_T = torch.from_numpy(forest.token_T).to(self.device)
         position_T = torch.from_numpy(forest.position_T).to(self.device)
         at_N = torch.from_numpy(forest.trained_T.nonzero()[0]).to(self.device)
         parent_N = torch.from_numpy(forest.parent_T).to(self.device)[at_N]
-        temperature_N = torch.from_numpy(forest.temperature_T).to(self.device)[at_N]
         assert len(at_N) == 0 or int(parent_N.min()) >= 0, "a trained token without a parent cannot be scored"
-        with self.frozen() if reference else nullcontext():
-            hidden_TE = self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))
-            logprob_T, entropy_T = torch.zeros(2, len(token_T), device=self.device)
-            if len(at_N):
-                logprob_N, entropy_N = self._head.score(hidden_TE[parent_N], token_T[at_N], temperature_N, entropy)
-                logprob_T, entropy_T = logprob_T.index_put((at_N,), logprob_N), entropy_T.index_put((at_N,), entropy_N)
-        return logprob_T, entropy_T
+        return at_N, self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))[parent_N]
+
+    def _score(self, forest: Forest, entropy: bool, likely: head.Likely | None = None) -> list[Tensor]:
+        at_N, hidden_NE = self._parents(forest)
+        found = [torch.zeros(len(forest), device=self.device) for _ in range(2 if likely is None else 3)]
+        if len(at_N):
+            columns = (forest.token_T, forest.temperature_T)
+            token_N, temperature_N = (torch.from_numpy(values_T).to(self.device)[at_N] for values_T in columns)
+            values = self._head.score(hidden_NE, token_N, temperature_N, entropy, likely)
+            found = [zeros_T.index_put((at_N,), value_N) for zeros_T, value_N in zip(found, values, strict=True)]
+        return found
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +289,7 @@ class Policy:
                 with self.model.disable_adapter():
                     yield
                 return
-            assert self._reference is not None, "a frozen copy is kept only when kl_beta > 0"
+            assert self._reference is not None, "a frozen copy is kept only where it is asked for"
             try:
                 self._decoder, self._head = self._reference
                 yield

@@ -1,19 +1,31 @@
 """When a run's state is saved and found again: after a step, and at the beginning of a resumed run.
 
-Owns: what a full disk or a torn checkpoint means for a run. Does not know: what a step does.
+Owns: what a full disk, a torn checkpoint or a step that cannot be learned from means for a run. Does not know: what a
+step does.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from minirllm import checkpoint
 from minirllm.config import Config
-from minirllm.errors import CheckpointError
+from minirllm.errors import CheckpointError, LedgerError, TeacherError, UserError
 from minirllm.log import RunLog
 from minirllm.policy import Policy
 from minirllm.trainer import Trainer
+
+
+def unlearned(error: LedgerError | TeacherError, step: int, episodes: Path) -> UserError:
+    """That nothing was learned from a step, and what to do; `episodes` is the folder of those that were sampled."""
+    nothing = f"{error} Nothing was learned from step {step}"
+    if isinstance(error, TeacherError):
+        return UserError(f"{nothing}: it is sampled, and --resume goes on from there.")
+    look = f"`minirllm show {episodes.parent} --step {step} --episode {error.episode!r} --tokens`"
+    again = f"to sample the step again, delete its file in {episodes} and --resume"
+    return UserError(f"{nothing}: {look} shows it; {again}.")
 
 
 class Saving:

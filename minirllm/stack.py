@@ -9,7 +9,7 @@ import asyncio
 import datetime
 import functools
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,12 @@ from minirllm.renderer import Renderer
 from minirllm.server import Server, build_app
 from minirllm.sessions import Sessions
 from minirllm.trainer import rehearse
+from minirllm.types import Episode
+
+
+async def untaught(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Where nobody teaches, episodes have what agents and evaluators gave them."""
+    return {}
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Stack:
     sessions: Sessions
     base_url: str
     facts: dict[str, Any]  # for the manifest
+    teach: Callable[[Sequence[Episode]], Awaitable[dict[str, float]]] = untaught  # advantages; figures for the metrics
 
 
 @asynccontextmanager

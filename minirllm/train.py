@@ -25,15 +25,16 @@ from minirllm.algorithms import roles
 from minirllm.batch import Batch
 from minirllm.collect import Plan, collect, schedule, tokens
 from minirllm.config import Config
-from minirllm.errors import LedgerError, UserError
+from minirllm.errors import LedgerError, TeacherError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.interrupt import interruptible
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
-from minirllm.saving import Saving
-from minirllm.stack import Stack, serving
+from minirllm.saving import Saving, unlearned
+from minirllm.stack import Stack
 from minirllm.store import EpisodeStore
+from minirllm.teachers.teacher import serving
 from minirllm.trainer import Trainer
 from minirllm.types import Episode, Task
 
@@ -140,18 +141,17 @@ class _Run:
         return episodes, {"tokens_kept": tokens_kept, **plan.metrics()}
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
-        """What to learn from. A token of unknown origin ends the run, with what was learned before it saved."""
+        """What to learn from. A token that cannot be traced or scored ends the run, what it learned before is saved."""
         try:
+            taught = await self.stack.teach(episodes)
             trainer, version = self.trainer, self.history.sampling(step).version
             learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
-            learned.metrics |= self.history.staleness(step)
+            learned.metrics |= taught | self.history.staleness(step)
             return learned
-        except LedgerError as error:
+        except (LedgerError, TeacherError) as error:
             if step > 1:
                 await self.save(step - 1)
-            look = f"`minirllm show {self.store.folder.parent} --step {step} --episode {error.episode!r} --tokens`"
-            again = f"to sample the step again, delete its file in {self.store.folder} and --resume"
-            raise UserError(f"{error} Nothing was learned from step {step}: {look} shows it; {again}.") from error
+            raise unlearned(error, step, self.store.folder) from error
 
     async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float | None]:
         """One rollout of every held-out task, under the same noise each time."""

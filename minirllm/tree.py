@@ -23,7 +23,7 @@ from minirllm.types import Completion
 ROOT = -1  # the parent of a first token, and of a node that holds one
 _SAMPLED = ("logprobs", "temperature", "weight_version", "call_id", "aborted")  # fields that only sampled nodes have
 _UNTRAINED = {
-    "trained_T": False, "logprob_T": 0, "advantage_T": 0, "weight_T": 0, "sequence_T": -1, "role_T": 0,
+    "trained_T": False, "logprob_T": 0, "advantage_T": 0, "weight_T": 0, "sequence_T": -1, "role_T": 0, "target_T": -1,
     "temperature_T": 1,
 }  # fmt: skip
 
@@ -193,7 +193,8 @@ class Forest:
     """T tokens, parents before children; what the trainer reads. Token t attends to itself and its ancestors only.
 
     A node is a longest run of tokens without a branch: a conversation that only grows is one node. `advantage_T`,
-    `weight_T` (the token's share of the loss), `sequence_T` and `role_T` are empty until `batch` fills them.
+    `weight_T` (the token's share of the loss) and what follows below are empty until `batch` fills them.
+    `targets` are a teacher's K most likely tokens in the place of each trained one, in order: (ids, logprobs), [., K].
     """
 
     token_T: np.ndarray  # int64
@@ -205,10 +206,12 @@ class Forest:
     weight_T: np.ndarray  # float32
     sequence_T: np.ndarray  # int64: which trajectory of its batch, -1 where not trained
     role_T: np.ndarray  # int64: whose algorithm that has, 0 where not trained
+    target_T: np.ndarray  # int64: the row of its teacher's distribution in the batch, -1 where there is none
     temperature_T: np.ndarray  # float32, 1 where not trained
     node_start_N: np.ndarray  # int64
     node_end_N: np.ndarray  # int64
     node_parent_N: np.ndarray  # int64, ROOT for the first node of a tree
+    targets: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self.token_T)
@@ -284,6 +287,7 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
             "weight_T": [0.0] * size,
             "sequence_T": [-1] * size,
             "role_T": [0] * size,
+            "target_T": [-1] * size,
             "temperature_T": [node.temperature if learn else 1.0] * size,
         }
         for name, column in columns.items():
@@ -298,7 +302,7 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
 
 
 _DTYPES: dict[str, type] = {
-    **dict.fromkeys(("token_T", "parent_T", "position_T", "sequence_T", "role_T"), np.int64),
+    **dict.fromkeys(("token_T", "parent_T", "position_T", "sequence_T", "role_T", "target_T"), np.int64),
     "trained_T": np.bool_,
     **dict.fromkeys(("logprob_T", "advantage_T", "weight_T", "temperature_T"), np.float32),
 }

@@ -241,6 +241,7 @@ class Step:
     action: Any = None
     reward: float = 0.0
     advantage: float | Sequence[float] | None = None  # in place of its group's: of the call, or of each sampled token
+    targets: Any = None  # a teacher's most likely tokens in the place of each: (ids, log-probabilities), arrays [., K]
     done: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)  # of the session: "match", how its request was recognised
     messages: list[Message] = field(default_factory=list)  # only those that this call added to `parent`

@@ -20,6 +20,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
 from tests import engine
+from tests.distilled import other_model, student  # noqa: F401
 from tests.sampled import make_policy  # noqa: F401
 
 

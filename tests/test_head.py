@@ -103,3 +103,69 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     head.Head(linear, None).score(hidden, torch.tensor([1, 2, 3]), torch.ones(3))[0].sum().backward()
     assert hidden.grad is not None
     assert linear.weight.grad is None
+
+
+def rest_and_named(log_NV: Tensor, ids_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities of the named tokens, and of all others together."""
+    return log_NV.gather(1, ids_NK).exp(), 1 - log_NV.gather(1, ids_NK).exp().sum(1)
+
+
+def diverging(hidden: Tensor, linear: nn.Linear, softcap: float | None, likely: head.Likely, heat: Tensor) -> Tensor:
+    none = torch.zeros(len(hidden), dtype=torch.int64)
+    return head.Head(linear, softcap).score(hidden, none, heat, likely=likely)[2]
+
+
+def naive_divergence(
+    hidden: Tensor, linear: nn.Linear, softcap: float | None, likely: head.Likely, temperature: Tensor
+) -> Tensor:
+    logits = linear(hidden)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    p, rest_p = rest_and_named(F.log_softmax(logits / temperature[:, None], -1), likely.id_NK)
+    q = likely.logprob_NK.exp()
+    value = (p * (p.log() - likely.logprob_NK)).sum(1)
+    rest_q = 1 - q.sum(1)
+    return value if likely.id_NK.shape[1] == 48 else value + rest_p * (rest_p.log() - rest_q.log())
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("k", [1, 5, 48])
+def test_a_divergence_and_every_gradient_of_it_equal_autograd(softcap: float | None, k: int) -> None:
+    torch.manual_seed(0)
+    rows = head.CHUNK + 3
+    linear = torch.nn.Linear(16, 48, bias=True)
+    hidden, weight, temperature = torch.randn(rows, 16), torch.randn(rows), torch.rand(rows) + 0.5
+    top = F.log_softmax(torch.randn(rows, 48), -1).topk(k)
+    likely = head.Likely(top.indices, top.values)
+    gradients = []
+    for score in (naive_divergence, diverging):
+        linear.zero_grad()
+        leaf = hidden.clone().requires_grad_(True)
+        value = score(leaf, linear, softcap, likely, temperature)
+        (value * weight).sum().backward()
+        gradients.append([value.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_divergence_by_hand() -> None:
+    """p = (1/2, 1/4, 1/4). q names the first with 1/4: KL of (1/2, 1/2) from (1/4, 3/4). q names all: the whole KL."""
+    linear = torch.nn.Linear(1, 3, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[math.log(2.0)], [0.0], [0.0]]))
+    q = torch.tensor([[0.25, 0.25, 0.5]]).log()
+    named = head.Likely(torch.tensor([[0]]), q[:, :1])
+    found = diverging(torch.ones(1, 1), linear, None, named, torch.ones(1))
+    assert found.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), rel=1e-5)
+    every = head.Likely(torch.tensor([[0, 1, 2]]), q)
+    found = diverging(torch.ones(1, 1), linear, None, every, torch.ones(1))
+    assert found.item() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5), rel=1e-5)
+
+
+def test_the_likeliest_tokens_and_the_one_that_was_taken() -> None:
+    linear = torch.nn.Linear(1, 3, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[0.0], [math.log(2.0)], [0.0]]))
+    logprob, likely = head.Head(linear, None).likely(torch.ones(1, 1), torch.tensor([2]), 1)
+    assert (logprob.item(), likely.id_NK.tolist()) == (pytest.approx(math.log(0.25)), [[1]])
+    assert likely.logprob_NK.item() == pytest.approx(math.log(0.5))

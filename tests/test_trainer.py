@@ -51,7 +51,7 @@ def test_two_threads_add_up_a_gradient_in_the_same_order_each_time(make_policy, 
         episodes.append(Episode(**graded, trajectories=[Trajectory(steps=steps)]))
     batch = build(episodes, Config(micro_batch_tokens=4096), create("grpo"), policy.version)
     trainer = Trainer(policy, policy.config, create("grpo"))
-    found = [policy._lane.submit(accumulate, policy, trainer, batch).result() for _ in range(30)]
+    found = [policy.lane.submit(accumulate, policy, trainer, batch).result() for _ in range(30)]
     different = {tuple(value.sum().item() for value in grads.values()) for _, grads in found}
     assert len(different) == 1
     assert not torch.are_deterministic_algorithms_enabled()

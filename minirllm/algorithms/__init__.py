@@ -30,13 +30,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss is a function of. Only `logprob_N` carries a gradient."""
+    """What a loss is a function of. Only `logprob_N` and `divergence_N` carry a gradient."""
 
     logprob_N: torch.Tensor  # log p(token) of the policy now
     old_N: torch.Tensor  # as the sampler captured it; with a correction, of the policy as the update began
     advantage_N: torch.Tensor
     sequence_N: torch.Tensor  # int64: which trajectory of the batch
     role_N: torch.Tensor  # int64: whose algorithm it has (roles.py)
+    divergence_N: torch.Tensor | None = None  # from a teacher's distribution, with a gradient, too; distill only
 
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # of each token [N], and values per token [N] for the metrics
@@ -68,6 +69,7 @@ ALGORITHMS: dict[str, str] = {
     "prpo": "minirllm.algorithms.prpo:PRPO",
     "reinforce_pp": "minirllm.algorithms.reinforce_pp:ReinforcePP",
     "reinforce_pp_baseline": "minirllm.algorithms.reinforce_pp:ReinforcePPBaseline",
+    "distill": "minirllm.algorithms.distill:Distill",
 }
 
 

@@ -12,14 +12,18 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from minirllm.algorithms import Algorithm, Group, Loss, NoEffect, Tokens, create
+from minirllm.algorithms import Algorithm, Group, Loss, NoEffect, Tokens, create, distill, refuse
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 
 
 def of(config: Config) -> Algorithm:
-    """The algorithm of a run. Raises ConfigError when the options name none."""
+    """The algorithm of a run. Raises ConfigError when the options name none, or tell of a teacher that has no use."""
     named = names(config)
+    if config.algorithm == "distill":
+        refuse("distill, whose teacher tells all roles what their tokens are worth", config, "roles")
+    else:
+        refuse(f"algorithm = {config.algorithm}, `minirllm distill` has it", config, *distill.OPTIONS)
     others = create(config.algorithm)
     return ByRole(others, {role: create(name) for role, name in named.items()}) if named else others
 

@@ -1,4 +1,4 @@
-"""``minirllm train`` and ``minirllm sft``: what changes weights."""
+"""``minirllm train``, ``distill`` and ``sft``: what changes weights."""
 
 from __future__ import annotations
 
@@ -14,20 +14,42 @@ from minirllm.commands import module, prepare, sentence
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
-from minirllm.options import SFT, TRAIN, chosen, flags
+from minirllm.options import DISTILL, SFT, TRAIN, chosen, flags
+
+RESUME = click.option(
+    "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."
+)
+QUIET = click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 
 
 @click.command()
 @click.argument("task")
 @flags(TRAIN)
-@click.option(
-    "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."
-)
-@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+@RESUME
+@QUIET
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
     """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name.
 
     A task may set options of its own (DEFAULTS in its file); the defaults below hold where it does not."""
+    _run("train", task, resume, quiet, options)
+
+
+@click.command()
+@click.argument("task")
+@flags(DISTILL)
+@RESUME
+@QUIET
+def distill(task: str, resume: bool, quiet: bool, **options: Any) -> None:
+    """Distill a teacher on TASK, as in train: the student acts, and learns of each of its tokens what --teacher thinks
+    of it. Rewards are shown and teach nothing.
+
+    The teacher is a model or a hub id, a run or one of its checkpoints, the URL of a server that scores given tokens
+    (vLLM), or the student's own model: base, as it was, or self, as it is now. Its prompt says more by --privileged."""
+    _run("distill", task, resume, quiet, {**options, "algorithm": "distill"})
+
+
+def _run(verb: str, task: str, resume: bool, quiet: bool, options: dict[str, Any]) -> None:
+    """A run of `verb`, and what to tell of its end."""
     loaded = flow.load_task(task)
     settings = chosen(options, loaded.defaults)
     folder = settings.run_folder(loaded.name)
@@ -38,7 +60,7 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
         settings = replace(chosen(options, loaded.defaults, own), run=folder.name, runs_dir=str(folder.parent))
     prepare(settings.harness, quiet, loaded.own_agents)
     where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
-    again = shlex.join(["minirllm", "train", task, "--run", folder.name, *where, "--resume"])
+    again = shlex.join(["minirllm", verb, task, "--run", folder.name, *where, "--resume"])
     try:
         summary = module("train").run(loaded, settings, resume=resume, quiet=quiet)
     except (KeyboardInterrupt, Terminated) as end:

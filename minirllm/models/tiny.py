@@ -104,7 +104,7 @@ def build(seed: int = 0) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, its value the id; then the added tokens. ``decode(encode(text)) == text`` for any text."""
-    letters = _byte_letters()
+    letters = byte_letters()
     core = Tokenizer(token_models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Sequence(  # BPE caches whole words; single characters keep the cache small
         [
@@ -126,7 +126,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The stand-in of each byte in byte-level BPE (GPT-2): itself where printable, else 256, 257, ... in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))

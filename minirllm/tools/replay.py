@@ -30,7 +30,8 @@ from minirllm.errors import LedgerError, UserError
 from minirllm.inflight import identify, prompt_digest
 from minirllm.log import MANIFEST, changes
 from minirllm.machine import machine
-from minirllm.stack import Stack, serving
+from minirllm.stack import Stack
+from minirllm.teachers.teacher import serving
 from minirllm.tools.runs import Call, Run, calls, equal, page, part, write
 from minirllm.trainer import Trainer
 from minirllm.types import Completion, Episode
@@ -301,8 +302,9 @@ class _Replay:
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
             version = self.held.history.sampling(step).version
+            taught = await self.held.stack.teach(episodes)
             learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
-            learned.metrics |= self.held.history.staleness(step)
+            learned.metrics |= taught | self.held.history.staleness(step)
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)

@@ -1,0 +1,101 @@
+"""A teacher at a URL: two ways to say it, and servers that cannot, fail, or read otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minirllm import stack
+from minirllm.config import Config
+from minirllm.errors import ConfigError, TeacherError
+from minirllm.policy import Policy
+from minirllm.renderer import Renderer
+from minirllm.teachers import remote
+from tests.distilled import said, steps, taught
+from tests.scoring import MODELS, Scorer, answering
+
+
+@pytest.mark.parametrize("how", ["vllm", "echo", "strict"])
+async def test_a_server_says_what_the_model_would(student: tuple[Policy, Renderer], other_model: str, how: str) -> None:
+    policy, renderer = student
+    answers = ([104, 105, 257], [104])
+    near, far = said(policy, renderer, *answers), said(policy, renderer, *answers)
+    want = await taught(student, near, teacher=other_model)
+    async with answering(Scorer(5, how)) as (url, asked):
+        got = await taught(student, far, teacher=url)
+    for one, two in zip(steps(near), steps(far), strict=True):
+        assert two.advantage == pytest.approx(one.advantage, abs=1e-5)
+    assert got["teacher_kl"] == pytest.approx(want["teacher_kl"], abs=1e-5)
+    assert got["teacher_agreement"] == want["teacher_agreement"]
+    assert {body["model"] for body in asked if body} == {"scorer"}
+
+
+async def test_a_servers_distribution_is_a_target(student: tuple[Policy, Renderer], other_model: str) -> None:
+    policy, renderer = student
+    near, far = said(policy, renderer, [104, 105]), said(policy, renderer, [104, 105])
+    await taught(student, near, teacher=other_model, teacher_top_k=4)
+    async with answering(Scorer(5)) as (url, _):
+        await taught(student, far, teacher=url, teacher_top_k=4)
+    (ids, values), (want_ids, want) = steps(far)[0].targets, steps(near)[0].targets
+    assert ids.tolist() == want_ids.tolist()
+    assert values == pytest.approx(want, abs=1e-5)
+    async with answering(Scorer(5, "echo")) as (url, _):
+        with pytest.raises(TeacherError, match="says no prompt_logprobs, from which teacher_top_k learns"):
+            await taught(student, far, teacher=url, teacher_top_k=4)
+
+
+async def test_a_server_that_cannot_score_is_told_in_a_sentence(student: tuple[Policy, Renderer]) -> None:
+    def mute(path: str, body: Any) -> tuple[int, Any]:
+        return 200, MODELS if path.endswith("models") else {"choices": [{"text": "x"}]}
+
+    def several(path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "a"}, {"id": "b"}]}
+
+    def denied(path: str, body: Any) -> tuple[int, Any]:
+        return 401, {"error": {"message": "wrong key"}}
+
+    for answer, error, words in (
+        (mute, TeacherError, "has neither prompt_logprobs nor echo with logprobs, serve the model with vLLM"),
+        (several, ConfigError, "Which model of .* it has a, b"),
+        (denied, TeacherError, "answered HTTP 401: .*wrong key"),
+    ):
+        async with answering(answer) as (url, _):
+            with pytest.raises(error, match=words):
+                await taught(student, [], teacher=url)
+
+
+async def test_a_server_with_another_tokenizer_is_noticed(student: tuple[Policy, Renderer]) -> None:
+    scorer = Scorer(5)
+    scorer.text = lambda id: chr(id % 26 + 65)
+    async with answering(scorer) as (url, _):
+        with pytest.raises(ConfigError, match="it has another tokenizer than the student; name its model by"):
+            await taught(student, [], teacher=url)
+
+
+async def test_a_server_that_fails_is_asked_again_and_one_that_is_gone_is_told(
+    student: tuple[Policy, Renderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    scorer, calls = Scorer(5), [0]
+
+    def failing(path: str, body: Any) -> tuple[int, Any]:
+        calls[0] += 1
+        return (503, {}) if calls[0] % 2 else scorer(path, body)
+
+    policy, renderer = student
+    async with answering(failing) as (url, _):
+        assert (await taught(student, said(policy, renderer, [104]), teacher=url))["teacher_kl"] != 0
+    with pytest.raises(TeacherError, match="does not answer"):
+        await taught(student, [], teacher=url)
+
+
+async def test_our_own_server_says_that_it_cannot_score(student: tuple[Policy, Renderer]) -> None:
+    async with stack.serving(Config(model="tiny", threads=1), open_key="sk-open") as place:
+        with pytest.raises(TeacherError, match=r"neither prompt_logprobs nor echo.*echo is not supported"):
+            await taught(student, [], teacher=f"{place.base_url}/v1", teacher_model="tiny", key_env="TEACHER_KEY")
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "sk-open")
