@@ -21,10 +21,10 @@ from minirllm.log import read_metrics
 from minirllm.machine import machine
 
 
-def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
+def one(task: str, seed: int, options: list[str], verb: str = "train") -> dict[str, Any]:
     """Train once in a process of its own; the curve and what it cost."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "minirllm.train", task, "--seed", str(seed), *options]
+        command = [sys.executable, "-m", "minirllm.cli", verb, task, "--seed", str(seed), *options]
         command += ["--runs-dir", folder, "--run", "curve"]
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=sys.stderr)
@@ -52,6 +52,7 @@ def one(task: str, seed: int, options: list[str]) -> dict[str, Any]:
         "signals": signals,
         "train": [row["reward_mean"] for row in steps],
         "entropy": [row.get("entropy") for row in steps],
+        "agreement": [row["teacher_agreement"] for row in steps if "teacher_agreement" in row],
         "mismatch_max": max(row.get("mismatch_max") or 0.0 for row in steps),
         "weights_sha256": steps[-1]["weights_sha256"],
         "config": manifest["config"],

@@ -4,8 +4,8 @@ Owns: what a method is here (options, or commands), the JSON, and the table of i
 JSON holds already is not run again, so the benchmark goes on where it was ended.
 ``python -m benchmarks.methods [--methods rloo sft] [--seeds 0 1 2] [--seconds]``
 
-A method that samples makes 10 steps of 16 words x 8 rollouts; ``sft`` learns, for two epochs, what was right of as many
-rollouts of the model as it is.
+A method that samples makes 10 steps of 16 words x 8 rollouts, ``distill`` with a teacher that ``grpo`` trained (one for
+all seeds, kept in runs/); ``sft`` learns, for two epochs, what was right of as many rollouts of the model as it is.
 ``--seconds`` measures the time of a step instead: two steps after one that is not counted, nothing held out. It needs a
 quiet machine; the rewards do not.
 """
@@ -36,8 +36,9 @@ OPTIONS: dict[str, list[str]] = {  # of the methods that are an algorithm of `mi
     "gspo": ["inner_epochs=2", "clip_low=3e-4", "clip_high=4e-4", "loss_aggregation=sequence"],
     "cispo": ["inner_epochs=2", "clip_low=1", "clip_high=0.28"],
 }
-METHODS = (*OPTIONS, "sft")
+METHODS = (*OPTIONS, "sft", "distill")
 RL = [*("--steps", str(STEPS)), *("--eval-every", "0"), *("--save-every", "1000")]
+TEACHER, TEACHER_SEED = "learning-methods-teacher", 9
 OUT, PAGE = Path("benchmarks/baselines/learning_methods.json"), Path("docs/algorithms.md")
 HEAD = "| method | seed 0 | seed 1 | seed 2 | seconds a step |\n|---|---|---|---|---|\n"
 SFT_OPTIONS = ["--epochs", "2", "--batch-size", "16", "--lr", "3e-4", "--lr-schedule", "linear"]
@@ -86,8 +87,18 @@ def sft(seed: int) -> dict[str, Any]:
         }
 
 
+def teacher() -> Path:
+    """A run of ``grpo`` that is not one of the table's."""
+    folder = Path("runs") / TEACHER
+    if not (folder / "checkpoints").is_dir():
+        minirllm("train", TASK, "--seed", TEACHER_SEED, *RL, "--run", TEACHER)
+    return folder
+
+
 def flags(method: str) -> list[str]:
     """What makes the commands that sample a method's."""
+    if method == "distill":
+        return ["--teacher", str(teacher())]
     return [flag for setting in (f"algorithm={method}", *OPTIONS[method]) for flag in ("--set", setting)]
 
 
@@ -95,7 +106,11 @@ def curve(method: str, seed: int) -> dict[str, Any]:
     """One row of the table."""
     if method == "sft":
         return sft(seed)
-    return one(TASK, seed, [*RL, *flags(method)])
+    return one(TASK, seed, [*RL, *flags(method)], verb(method))
+
+
+def verb(method: str) -> str:
+    return method if method in ("distill", "sft") else "train"
 
 
 def seconds(method: str) -> float:
@@ -107,7 +122,7 @@ def seconds(method: str) -> float:
             data = rows(folder / "own", 0, 16)
             minirllm("sft", data, "--model", "smollm2-135m", "--steps", 3, "--batch-size", 16, *where)
         else:
-            minirllm("train", TASK, "--steps", 3, "--set", "eval_tasks=0", *where, *flags(method))
+            minirllm(verb(method), TASK, "--steps", 3, "--set", "eval_tasks=0", *where, *flags(method))
         steps = [row for row in read_metrics(folder / "curve/metrics.jsonl") if row["step"] > 1]
         return statistics.median(row["seconds_step"] for row in steps)
 
