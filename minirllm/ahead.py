@@ -7,18 +7,25 @@ With ``lag = N`` step k is sampled by the weights that training had made after s
 rollouts run while the N steps before it are trained: at most ``(N + 1) * batch_size`` groups are ahead of training. So
 which weights sample a token is a function of the step's number, never of timing, and a run repeats bit for bit. With
 ``lag = 0`` sampler and trainer have the same weights, and nothing is copied.
+
+With ``partial_calls = n``, too, an episode goes on across updates: its first n calls are sampled by those weights, the
+next n by those of the next update, and so on, up to the newest that there can be, after step k - 1. A call whose
+weights are not there yet waits for them. What counts is how many calls a call continues in its conversation, which no
+timing changes. An episode still belongs to step k, with all of its group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.policy import Policy
+from minirllm.types import DEPTH, Episode, Step
 
 T = TypeVar("T")
 
@@ -31,7 +38,9 @@ class Weights(NamedTuple):
 
 
 def validate(config: Config) -> None:
-    """Raises ConfigError for a lag that would never end."""
+    """Raises ConfigError for a lag that would never end, and for partial rollouts without one."""
+    if config.partial_calls and not config.lag:
+        raise ConfigError("partial_calls has no effect with lag = 0: set lag to the updates that an episode may span.")
     if 0 < config.steps <= config.lag:
         raise ConfigError(
             f"With lag = {config.lag} and steps = {config.steps} the first weights would sample every step: "
@@ -43,8 +52,9 @@ class History:
     """The weights after the last steps, as many as the steps to come are sampled by."""
 
     def __init__(self, policy: Policy, config: Config):
-        self.policy, self.lag = policy, config.lag
+        self.policy, self.lag, self.calls = policy, config.lag, config.partial_calls
         self.after: dict[int, Weights] = {}  # by step
+        self._added = asyncio.Event()
 
     async def add(self, step: int) -> Weights:
         """The policy's weights as they are now are those after `step`. Not while it is trained."""
@@ -56,20 +66,46 @@ class History:
         versions = {weights.version for weights in self.after.values()}
         for version in self.policy.kept.keys() - versions:
             del self.policy.kept[version]
+        self._added.set()
+        self._added = asyncio.Event()
         return now
 
-    def sampling(self, step: int) -> Weights:
-        """Those that sample `step`; of a run resumed with a larger lag the oldest that it has."""
-        return self.after[min(at for at in self.after if at >= max(0, step - 1 - self.lag))]
+    def sampling(self, step: int, depth: int = 0) -> Weights:
+        """Those that sample a call of `step` which continues `depth` others; of a run resumed with a larger lag the
+        oldest that it has."""
+        return self.after[min(at for at in self.after if at >= self._moment(step, depth))]
 
-    def kept(self, step: int) -> int | None:
-        """What the engine is told: their version, or None for the policy's own."""
-        return self.sampling(step).version if self.lag else None
+    def _moment(self, step: int, depth: int) -> int:
+        """The step that they are made by."""
+        fresher = min(self.lag, depth // self.calls) if self.calls else 0
+        return max(0, step - 1 - self.lag + fresher)
 
-    def staleness(self, step: int) -> dict[str, float]:
-        """Figures of `step`, which is to be trained next: how many updates came after the weights that sampled it."""
-        version = self.sampling(step).version
-        return {"sampled_version": version, "lag": self.policy.version - version} if self.lag else {}
+    def pace(self, step: int) -> Pace | None:
+        """For the calls of `step`; None: the policy's own weights answer."""
+        return Pace(self, step) if self.lag else None
+
+    def version(self, episode: Episode, call: Step) -> int:
+        """Of the weights that the schedule has sample this call."""
+        return self.sampling(episode.metadata["step"], depth_of(call)).version
+
+    async def sha256(self, step: int, episode: Episode) -> str:
+        """Of all weights that sampled an episode of `step`, once they are there."""
+        depths = [depth_of(call) for trajectory in episode.trajectories for call in trajectory.steps]
+        pace, last = Pace(self, step), max(depths, default=0)
+        await pace(last)
+        return "+".join(dict.fromkeys(self.sampling(step, depth).sha256 for depth in range(last + 1)))
+
+    def staleness(self, episodes: Iterable[Episode]) -> dict[str, float]:
+        """Figures of a step which is to be trained next: how many updates came after the weights that sampled a token,
+        mean and maximum, and how many versions of them there are."""
+        tokens: Counter[int] = Counter()
+        for node in (node for episode in episodes for node in (episode.tree.nodes if episode.tree else ())):
+            if node.sampled and not node.aborted:
+                tokens[self.policy.version - node.weight_version] += len(node.tokens)
+        if not self.lag or not tokens:
+            return {}
+        mean = sum(lag * count for lag, count in tokens.items()) / tokens.total()
+        return {"lag_mean": mean, "lag_max": float(max(tokens)), "sampled_versions": float(len(tokens))}
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint that also holds the policy's kept weights."""
@@ -79,6 +115,28 @@ class History:
         """The policy's weights are those after `step`; `state` is what it was then."""
         self.after = {int(at): Weights(*weights) for at, weights in state.items()}
         return await self.add(step)
+
+
+class Pace(NamedTuple):
+    """Which weights answer the calls of a step's rollouts, by version."""
+
+    history: History
+    step: int
+
+    def ready(self, depth: int) -> bool:
+        """Are those there that answer a call which continues `depth` others?"""
+        return max(self.history.after) >= self.history._moment(self.step, depth)
+
+    async def __call__(self, depth: int) -> int:
+        """Their version, once they are there."""
+        while not self.ready(depth):
+            await self.history._added.wait()
+        return self.history.sampling(self.step, depth).version
+
+
+def depth_of(call: Step) -> int:
+    """How many calls it continues."""
+    return int(call.metadata.get(DEPTH, 0))
 
 
 class Ahead(Generic[T]):

@@ -22,7 +22,7 @@ Legend: T tokens of a forest, K of one call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -36,6 +36,8 @@ from minirllm.errors import LedgerError
 from minirllm.grouping import Member, compare, has_signal, members
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
 from minirllm.types import Episode, Step
+
+Version = int | Callable[[Episode, Step], int]  # of the weights which sample a call, or any
 
 
 @dataclass
@@ -67,11 +69,11 @@ class Batch:
         return member.fate
 
 
-def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: int) -> Batch:
+def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: Version) -> Batch:
     """The batch of one step, a function of the episodes' contents: they may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
-    Episodes without a reward are counted and left out. `version` is that of the weights which sample this step. Raises
+    Episodes without a reward are counted and left out. `version` is that of the weights which sample a call. Raises
     LedgerError for a token to be trained on that cannot be traced to a call on record, these weights and a finite
     logprob.
     """
@@ -189,7 +191,7 @@ def _targets(members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray] | None:
     return tuple(map(np.concatenate, zip(*found, strict=True))) if found else None  # type: ignore[return-value]
 
 
-def _forests(rollouts: list[list[Member]], config: Config, version: int) -> list[Forest]:
+def _forests(rollouts: list[list[Member]], config: Config, version: Version) -> list[Forest]:
     """One task's rollouts as one forest, or as the fewest even shares of them that fit micro_batch_tokens.
 
     Each share repeats the prompt. A single rollout that does not fit stays whole.
@@ -203,7 +205,7 @@ def _forests(rollouts: list[list[Member]], config: Config, version: int) -> list
     return forests
 
 
-def _forest(rollouts: Sequence[Sequence[Member]], version: int) -> Forest:
+def _forest(rollouts: Sequence[Sequence[Member]], version: Version) -> Forest:
     """These rollouts of one task (the members of each) merged, with advantages and weights filled in."""
     owners = [{call: member for member in members for call in member.calls} for members in rollouts]
     forest, spans = merge([members[0].episode.tree for members in rollouts], owners)
@@ -229,12 +231,13 @@ def _chain(tree: TokenTree, step: Step) -> list[int]:
     return tree.completion_nodes(step.node)
 
 
-def _check(owner: dict[str, Member], trained: Spans, version: int, forest: Forest) -> None:
+def _check(owner: dict[str, Member], trained: Spans, version: Version, forest: Forest) -> None:
     """The ledger of an episode: each call is to train the very tokens that it sampled, from these weights."""
     for call, member in owner.items():
         tree = member.episode.tree
         nodes = [index for index in trained if tree.nodes[index].call_id == call]
-        if problem := _untraceable(tree, member.calls[call], nodes, version):
+        expected = version if isinstance(version, int) else version(member.episode, member.calls[call])
+        if problem := _untraceable(tree, member.calls[call], nodes, expected):
             raise LedgerError(member.episode.id, call, *problem)
         for node, (start, end) in ((tree.nodes[index], trained[index]) for index in nodes):
             tokens, logprobs = np.array(node.tokens), np.array(node.logprobs, np.float32)
@@ -255,7 +258,7 @@ def _untraceable(tree: TokenTree, step: Step, nodes: list[int], version: int) ->
     for node in (tree.nodes[index] for index in chain):
         if node.weight_version != version:
             was = f"it was sampled by weights of version {node.weight_version}"
-            return used, f"{was}, but those that sample this step have version {version}"
+            return used, f"{was}, but those that sample this call have version {version}"
         if len(node.logprobs) != len(node.tokens):
             return used + min(len(node.logprobs), len(node.tokens)), "it has no logprob"
         for at, value in enumerate(np.array(node.logprobs, np.float64), used):

@@ -7,7 +7,7 @@ Does not know: how an episode is run, what is learned from it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -22,7 +22,8 @@ from minirllm.types import Episode, Task
 
 T = TypeVar("T")
 Key = tuple[str, int]  # task id and rollout
-WEIGHTS = "weights_sha256"  # in the metadata of an episode: of those that sampled it
+Digest = Callable[[int, Episode], Awaitable[str]]  # of the weights that sampled an episode of a step
+WEIGHTS = "weights_sha256"  # in the metadata of an episode: their digest
 
 
 def schedule(tasks: Sequence[T], config: Config, step: int) -> list[T]:
@@ -72,7 +73,7 @@ class Plan:
 
 
 async def collect(
-    runner: Runner, store: EpisodeStore, plan: Plan, weights: str, tick: Callable[[int, int, float], None]
+    runner: Runner, store: EpisodeStore, plan: Plan, weights: Digest, tick: Callable[[int, int, float], None]
 ) -> tuple[list[Episode], float]:
     """The episodes of one step, in the order of its plan, and how many tokens those have that were on disk.
 
@@ -81,7 +82,8 @@ async def collect(
     """
     step, jobs = plan.job.step, list[Job]()
     attempts = await asyncio.to_thread(store.attempts, step)
-    if any(e.metadata.get(WEIGHTS) != weights for e in attempts.values()) or not plan.possible() >= attempts.keys():
+    others = [e for e in attempts.values() if e.metadata.get(WEIGHTS) != await weights(step, e)]
+    if others or not plan.possible() >= attempts.keys():
         await asyncio.to_thread(store.drop, step)
         attempts = {}
     finished, kept = dict[Key, Episode](), 0.0
@@ -89,10 +91,11 @@ async def collect(
 
     async def write(episode: Episode) -> None:
         async with one_at_a_time:
+            episode.metadata[WEIGHTS] = await weights(step, episode)
             await asyncio.to_thread(store.append, step, episode)
 
     def save(episode: Episode) -> None:
-        episode.metadata |= {WEIGHTS: weights, PLACE: plan.place[episode.task_id]}
+        episode.metadata[PLACE] = plan.place[episode.task_id]
         writes.append(asyncio.ensure_future(write(episode)))
 
     def done(episode: Episode) -> None:

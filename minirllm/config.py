@@ -58,6 +58,9 @@ class Config:
     batch_size: int = option(8, "tasks (or rows, of fine-tuning) per step", 1)
     group_size: int = option(8, "rollouts per task", 1)
     lag: int = option(0, "rollouts of so many later steps run while a step is trained, sampled by older weights", 0)
+    partial_calls: int = option(
+        0, "with a lag: calls that an episode makes before it waits for the next update (0 = any)", 0
+    )
     seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
     concurrency: int = option(64, "rollouts in flight", 1)
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)

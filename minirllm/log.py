@@ -254,7 +254,7 @@ def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
         parts.append(f"{_count(row, 'branches')} branches ({why})")
     if row.get("mismatch_max") is not None:
         why = " where exact promises 0" if level == "exact" and row["mismatch_max"] != 0 else ""
-        why = f" (sampled by weights {row['lag']:.0f} updates old)" if row.get("lag") else why
+        why = f" (of weights up to {row['lag_max']:.0f} updates old)" if row.get("lag_max") else why
         parts.append(f"mismatch {_show(row, 'mismatch_max', '.2g')}{why}")
     return parts
 

@@ -19,7 +19,7 @@ import torch
 from minirllm import batch
 from minirllm.algorithms import Algorithm
 from minirllm.algorithms.objective import kl
-from minirllm.batch import Batch
+from minirllm.batch import Batch, Version
 from minirllm.config import Config
 from minirllm.grouping import COST
 from minirllm.policy import Policy
@@ -28,7 +28,7 @@ from minirllm.types import Episode
 
 
 async def build(
-    episodes: Sequence[Episode], policy: Policy, config: Config, algorithm: Algorithm, version: int
+    episodes: Sequence[Episode], policy: Policy, config: Config, algorithm: Algorithm, version: Version
 ) -> Batch:
     """`batch.build`. The metric ``kl_reference``, if the reward was charged, is the mean of a token."""
     costs = await charge(episodes, policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}

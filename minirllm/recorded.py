@@ -11,7 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -58,7 +58,8 @@ class AnySession(ABC):
     max_tokens_total: int | None = None  # prompt and sampled tokens of all calls together
     max_streams: int = 16  # samples asked for at once; more wait here, in the order in which they came
     matcher: Matcher = normalized  # which messages are earlier ones, sent back
-    weights: int | None = None  # which version of the weights answers; None: the newest
+    # the version of the weights that answer a call which continues so many others; None: the policy's own
+    weights: Callable[[int], Awaitable[int]] | None = None
     auxiliary: Classifier | None = None  # which requests are a harness's side calls
     clock: Callable[[], float] = time.time
 

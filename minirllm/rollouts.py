@@ -20,12 +20,13 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import quote
 
 from minirllm import watchdog
+from minirllm.ahead import Pace
 from minirllm.config import Config
 from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
 from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
@@ -57,7 +58,7 @@ class Job(NamedTuple):
     validation: bool = False
     attempt: int = 0  # the first one to make: those before it have failed
     dropped: int = 0  # tokens that failed attempts had sampled
-    weights: int | None = None  # the version of those that answer; None: the policy's own
+    weights: Pace | None = None  # which of them answer; None: the policy's own
 
     @property
     def key(self) -> tuple[str, int]:
@@ -68,6 +69,39 @@ class Job(NamedTuple):
         """The same with the next attempt."""
         tokens = int(failed.metrics["retried_tokens"]) + failed.tree.num_sampled
         return self._replace(attempt=failed.attempt + 1, dropped=tokens)
+
+
+class _Slot:
+    """A rollout's place among those in flight. One that waits for weights gives it away meanwhile: those that wait
+    must not keep out the rollouts that they wait for."""
+
+    def __init__(self, slots: asyncio.Semaphore):
+        self.slots, self.held = slots, False
+
+    async def take(self) -> None:
+        """Wait for one, unless it is held."""
+        if not self.held:
+            await self.slots.acquire()
+            self.leave()  # another call of the rollout was quicker
+            self.held = True
+
+    def leave(self) -> None:
+        """Give it away, if it is held."""
+        if self.held:
+            self.slots.release()
+        self.held = False
+
+    def around(self, pace: Pace) -> Callable[[int], Awaitable[int]]:
+        """`pace`, without the place for as long as it waits."""
+
+        async def weights(depth: int) -> int:
+            if not pace.ready(depth):
+                self.leave()
+                await pace(depth)
+                await self.take()
+            return await pace(depth)
+
+        return weights
 
 
 class Runner:
@@ -93,8 +127,12 @@ class Runner:
         that another one follows. An error they raise ends the rest."""
 
         async def one(job: Job) -> Episode:
-            async with self.slots:
-                episode = await self.run(job, on_retry)
+            slot = _Slot(self.slots)
+            try:
+                await slot.take()
+                episode = await self.run(job, on_retry, slot)
+            finally:
+                slot.leave()
             on_done(episode)
             return episode
 
@@ -109,14 +147,14 @@ class Runner:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, job: Job, on_retry: OnEpisode = lambda _: None) -> Episode:
+    async def run(self, job: Job, on_retry: OnEpisode = lambda _: None, slot: _Slot | None = None) -> Episode:
         """One graded episode: what fails is in `termination_reason` and `reason`. An engine that fails is nothing which
         the agent did: the same attempt is made again, with the same seeds. Raises EngineError when it keeps failing."""
         deadline, failures = Deadline(self.config.episode_timeout), 0
         self.in_flight += 1
         try:
             while True:
-                session = self._open(job, failures)
+                session = self._open(job, failures, slot or _Slot(self.slots))
                 try:
                     episode = await self._attempt(job, session, deadline)
                 except EngineError:
@@ -164,7 +202,7 @@ class Runner:
         _measure(episode, session, time.monotonic() - began)
         return episode
 
-    def _open(self, job: Job, failures: int) -> AnySession:
+    def _open(self, job: Job, failures: int, slot: _Slot) -> AnySession:
         """A session whose seed depends on the run, the task, the rollout and the attempt; in training also on the step:
         evaluations before and after an update share their noise, so that their difference is not noise. Its id is new
         (`failures` of the engine came before in this attempt), so that late calls to another are refused."""
@@ -175,7 +213,7 @@ class Runner:
             seed_parts=(config.seed, split, step, job.task.id, job.rollout_idx, job.attempt),
             enforced=None if job.validation else SamplingParams(temperature=config.temperature),
             default_temperature=config.eval_temperature,
-            weights=job.weights,
+            weights=slot.around(job.weights) if job.weights else None,
             auxiliary=self.flow.auxiliary,
         )
 

@@ -30,7 +30,7 @@ from minirllm.errors import (
 from minirllm.inflight import Flight, OnDelta, Sample, identify, identity, prompt_digest, shown_tools
 from minirllm.recorded import AnySession
 from minirllm.renderer import Renderer
-from minirllm.types import Choice, Completion, ModelReply, ModelRequest, SamplingParams
+from minirllm.types import DEPTH, Choice, Completion, ModelReply, ModelRequest, SamplingParams
 
 #: What `enforced` replaces, besides capping max_tokens. Stop strings and stop tokens stay the request's own.
 ENFORCED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
@@ -52,6 +52,7 @@ class Session(AnySession):
         super().__post_init__()
         self._raw: list[Answer] = []  # calls that had a raw prompt
         self._flights: list[Flight] = []  # not delivered yet
+        self._depth: dict[str, int] = {}  # call id -> how many calls it continues
         self._sent: dict[bytes, set[int]] = {}  # digest of a prompt -> the `nth` of its answered and running requests
 
     async def call(self, request: ModelRequest, on_delta: OnDelta | None = None) -> ModelReply:
@@ -130,11 +131,13 @@ class Session(AnySession):
         params, overridden = self._params(request, self._room(len(prompt_ids), request.n))
         if request.tool_choice not in ("auto", "none"):
             overridden["tool_choice"] = "auto"  # the model's tokens are its own: nothing forces a call
-        said = self._side_call(request)
+        depth = self._depth[match.parent.call_id] + 1 if match.parent else 0
+        said = self._side_call(request) | ({} if self.weights is None else {DEPTH: depth})
         digest = prompt_digest(prompt_ids)
         taken = self._sent.setdefault(digest, set())
         nth = next(k for k in range(len(taken) + 1) if k not in taken)
         samples = [self._new_sample(request, prompt_ids, nth, index) for index in range(request.n)]
+        self._depth |= {sample.call_id: depth for sample in samples}
         accepted = self._accept(request, match, kind, nth, said)
         taken.add(nth)
         flight = Flight(accepted, prompt_ids, params, overridden, (digest, nth), samples)
@@ -230,19 +233,21 @@ class Session(AnySession):
         return ModelReply(flight.reply_id, self.model, int(self.clock()), flight.prompt_ids, choices, flight.overridden)
 
     async def _generate(self, flight: Flight, index: int) -> Completion:
+        sample = flight.samples[index]
+        weights = None if self.weights is None else await self.weights(self._depth[sample.call_id])
         async with self._streams:
             completion = await self.engine.generate(
                 flight.prompt_ids,
                 flight.params,
-                flight.samples[index].seed,
+                sample.seed,
                 stop=self.renderer.stop_check(flight.params.stop),
                 on_token=lambda token: flight.token(index, token),
-                weights=self.weights,
+                weights=weights,
             )
         self._idle_since = time.monotonic()
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise EngineError("The engine ended a call without an answer.")
-        assert len(flight.samples[index].tokens) == len(completion.token_ids), "the engine reports every token"
+        assert len(sample.tokens) == len(completion.token_ids), "the engine reports every token"
         flight.finish(index)
         return completion
 

@@ -129,24 +129,23 @@ class _Run:
 
     async def rollouts(self, step: int) -> tuple[list[Episode], dict[str, float]]:
         """`group_size` episodes of each of the step's tasks, and metrics of how they came about."""
-        weights = self.history.sampling(step).sha256
-        scheduled, kept = schedule(self.tasks, self.config, step), self.history.kept(step)
-        plan = Plan(scheduled, Job(scheduled[0], step=step, weights=kept), self.config, self.trainer.algorithm)
+        scheduled, pace = schedule(self.tasks, self.config, step), self.history.pace(step)
+        plan = Plan(scheduled, Job(scheduled[0], step=step, weights=pace), self.config, self.trainer.algorithm)
 
         def tick(done: int, total: int, sampled: float) -> None:
             if step == self.ahead.awaited:  # of those that run ahead nothing is shown
                 self.progress(f"step {step}", done, total, sampled)
 
-        episodes, tokens_kept = await collect(self.runner, self.store, plan, weights, tick)
+        episodes, tokens_kept = await collect(self.runner, self.store, plan, self.history.sha256, tick)
         return episodes, {"tokens_kept": tokens_kept, **plan.metrics()}
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
         """What to learn from. A token that cannot be traced or scored ends the run, what it learned before is saved."""
         try:
             taught = await self.stack.teach(episodes)
-            trainer, version = self.trainer, self.history.sampling(step).version
+            trainer, version = self.trainer, self.history.version
             learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
-            learned.metrics |= taught | self.history.staleness(step)
+            learned.metrics |= taught | self.history.staleness(episodes)
             return learned
         except (LedgerError, TeacherError) as error:
             if step > 1:

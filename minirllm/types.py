@@ -231,6 +231,9 @@ class EvalOutput:
     reason: str = ""  # why there is no reward
 
 
+DEPTH = "depth"  # in a step's metadata, of training with a lag: how many calls it continues
+
+
 @dataclass
 class Step:
     """One model call. Its tokens are in the episode's tree: ``tree.prompt_ids(node)``, ``tree.response(node)``."""

@@ -45,6 +45,17 @@ def versions(folder: Path, step: int) -> set[int]:
     return {node.weight_version for episode in episodes for node in episode.tree.nodes if node.sampled}
 
 
+def cut(runs: Path, step: int, options: dict[str, Any]) -> None:
+    """A run that is killed when the first episode of `step` has ended."""
+    settings = [f"--set={name}={value}" for name, value in {**SMALL, **options}.items()]
+    command = [sys.executable, "-m", "minirllm.train", str(TASK), "--runs-dir", str(runs), "--run", "cut", "--quiet"]
+    with subprocess.Popen([*command, *settings], env={**os.environ, "DELAY": "0.3"}) as process:
+        while not EpisodeStore(runs / "cut/episodes").finished(step):
+            assert process.poll() is None, "it ended before"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("options", [{"lora_rank": 4}, {"lora_rank": 0}, {"determinism": "fixed"}, {"lag": 2}], ids=str)
 def test_agents_in_any_order_end_at_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -60,8 +71,8 @@ def test_agents_in_any_order_end_at_the_same_weights(
     for step in range(1, 5):
         assert content(tmp_path, "quick", step) == content(tmp_path, "slow", step)
         assert versions(tmp_path / "slow", step) == {max(0, step - 1 - lag)}
-    assert [row["lag"] for row in quick] == [min(step, lag) for step in range(4)]
-    assert [row["sampled_version"] for row in quick] == [max(0, step - lag) for step in range(4)]
+    assert [(row["lag_mean"], row["lag_max"]) for row in quick] == [(min(step, lag),) * 2 for step in range(4)]
+    assert [row["sampled_versions"] for row in quick] == [1] * 4
     if json.loads((tmp_path / "quick/manifest.json").read_text())["level"] == "exact":
         assert [row["mismatch_max"] > 0 for row in quick] == [False, True, True, True]
         assert [row["ratio_max"] > 0 for row in quick] == [False, True, True, True]
@@ -70,7 +81,7 @@ def test_agents_in_any_order_end_at_the_same_weights(
 def test_without_lag_nothing_is_copied_and_the_first_step_is_the_same(tmp_path: Path) -> None:
     rows, ahead = run(tmp_path, "r", steps=2), run(tmp_path, "ahead", steps=2, lag=1)
     assert [row["mismatch_max"] <= 1e-4 for row in rows] == [True, True]
-    assert not any(name in row for row in rows for name in ("lag", "sampled_version", "seconds_waited"))
+    assert not any(name in row for row in rows for name in ("lag_mean", "lag_max", "seconds_waited"))
     assert not list((tmp_path / "r").rglob("older.safetensors"))
     assert hashes(rows)[0] == hashes(ahead)[0]
     assert hashes(rows)[1] != hashes(ahead)[1]
@@ -79,25 +90,9 @@ def test_without_lag_nothing_is_copied_and_the_first_step_is_the_same(tmp_path: 
 def test_killed_it_resumes_to_the_same_weights_with_the_older_ones_that_it_needs(tmp_path: Path) -> None:
     options = {"lag": 2, "steps": 6, "lr": 3e-3}
     whole = run(tmp_path, "whole", **options)
-    settings = [f"--set={name}={value}" for name, value in {**SMALL, **options, "save_every": 2}.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "minirllm.train",
-        str(TASK),
-        "--runs-dir",
-        str(tmp_path),
-        "--run",
-        "cut",
-        "--quiet",
-    ]
-    with subprocess.Popen([*command, *settings], env={**os.environ, "DELAY": "0.3"}) as process:
-        files = tmp_path / "cut/episodes"
-        while not (files / "step_00006.jsonl").exists():  # ahead of steps 4 and 5
-            assert process.poll() is None, "ended before its last step"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert len(read_metrics(tmp_path / "cut/metrics.jsonl")) in (3, 4)
+    cut(tmp_path, 6, {**options, "save_every": 2})
+    files = tmp_path / "cut/episodes"
+    assert len(read_metrics(tmp_path / "cut/metrics.jsonl")) in (3, 4, 5)
     before = {step: EpisodeStore(files).finished(step) for step in (4, 5, 6)}
     assert before[6]
     rows = run(tmp_path, "cut", resume=True, **options)
@@ -118,7 +113,7 @@ def test_a_run_is_replayed_from_its_seed_and_from_a_checkpoint(tmp_path: Path) -
 def test_resumed_with_another_lag_it_goes_on_from_the_weights_that_it_has(tmp_path: Path) -> None:
     run(tmp_path, "r", steps=2)
     rows = run(tmp_path, "r", resume=True, lag=1)
-    assert [row.get("lag") for row in rows] == [None, None, 0, 1]
+    assert [row.get("lag_mean") for row in rows] == [None, None, 0, 1]
     assert [versions(tmp_path / "r", step) for step in (3, 4)] == [{2}, {2}]
     assert replay(tmp_path / "r", step=4)
     rows = run(tmp_path, "r", resume=True, lag=0, steps=5)
@@ -168,6 +163,46 @@ async def test_rollouts_run_while_earlier_steps_are_trained_but_no_further(
     assert places == {1: 1, 2: 0, 3: 1, 4: 0}  # no two steps at one time have the same folders
 
 
+def by_depth(folder: Path, step: int) -> dict[int, set[int]]:
+    """How many calls a call continues -> versions of the weights that sampled such calls."""
+    found: dict[int, set[int]] = {}
+    for episode in EpisodeStore(folder / "episodes").finished(step).values():
+        for call in episode.trajectories[0].steps:
+            found.setdefault(call.metadata["depth"], set()).add(call.weight_version)
+    return found
+
+
+def test_partial_rollouts_go_on_with_newer_weights_whatever_the_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of a conversation with each of the weights; fewer places than rollouts, so that waiting ones must give
+    theirs away."""
+    options = {"lag": 2, "partial_calls": 1, "steps": 5}
+    quick = run(tmp_path, "quick", **options)
+    monkeypatch.setenv("DELAY", "0.1")
+    slow = run(tmp_path, "slow", **options, concurrency=2)
+    assert hashes(quick) == hashes(slow)
+    for step in range(1, 6):
+        assert content(tmp_path, "quick", step) == content(tmp_path, "slow", step)
+        expected = {depth: {max(0, step - 3 + depth)} for depth in (0, 1)}
+        assert by_depth(tmp_path / "quick", step) == by_depth(tmp_path / "slow", step) == expected
+    assert [row["sampled_versions"] for row in quick] == [1, 1, 2, 2, 2]
+    assert [row["lag_max"] for row in quick] == [0, 1, 2, 2, 2]
+    assert 1 < quick[-1]["lag_mean"] < 2  # the second call of an episode is one update fresher
+    assert replay(tmp_path / "quick")
+    assert hashes(quick)[2:] != hashes(run(tmp_path, "whole", **{**options, "partial_calls": 0}))[2:]
+
+
+def test_killed_with_calls_that_wait_for_weights_it_resumes_to_the_same(tmp_path: Path) -> None:
+    options = {"lag": 2, "partial_calls": 1, "steps": 5}
+    whole = run(tmp_path, "whole", **options)
+    cut(tmp_path, 4, {**options, "save_every": 2})
+    rows = run(tmp_path, "cut", resume=True, **options)
+    assert hashes(rows) == hashes(whole)
+    for step in range(1, 6):
+        assert content(tmp_path, "cut", step) == content(tmp_path, "whole", step)
+
+
 async def test_a_failure_ahead_is_told_when_its_step_comes_and_the_rest_is_ended() -> None:
     ended = []
 
@@ -194,3 +229,5 @@ def test_a_lag_that_outlasts_the_run_is_refused() -> None:
         validate(Config(lag=3, steps=3))
     validate(Config(lag=2, steps=3))
     validate(Config(lag=0, steps=1))
+    with pytest.raises(ConfigError, match="partial_calls has no effect with lag = 0"):
+        validate(Config(partial_calls=2))

@@ -70,7 +70,7 @@ def test_the_ledger_names_a_token_that_it_cannot_trace(damage, position, why):
 
 
 def test_the_ledger_refuses_tokens_of_other_weights():
-    why = "token at position 4: it was sampled by weights of version 3, but those that sample this step have version 4"
+    why = "token at position 4: it was sampled by weights of version 3, but those that sample this call have version 4"
     with pytest.raises(LedgerError, match=f"Episode a:1, call a-1-0, {why}"):
         make([episode("a", 0, 1.0, version=4), episode("a", 1, 0.0, version=3)], version=4)
 

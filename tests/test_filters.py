@@ -122,7 +122,11 @@ def run(folder, rewards, config=CONFIG, weights="w"):
     plan, runner = Plan(TASKS[:6], Job(TASKS[0], step=1), config, roles.of(config)), Rewarded(rewards)
     ticks = []
     store = EpisodeStore(folder)
-    found, _ = asyncio.run(collect(runner, store, plan, weights, lambda *numbers: ticks.append(numbers)))
+
+    async def digest(step, episode):
+        return weights
+
+    found, _ = asyncio.run(collect(runner, store, plan, digest, lambda *numbers: ticks.append(numbers)))
     assert ticks[-1][:2] == (len(found), len(found))
     assert store.finished(1).keys() == {(e.task_id, e.rollout_idx) for e in found}
     return found, plan, runner.ran

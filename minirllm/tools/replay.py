@@ -290,7 +290,8 @@ class _Replay:
         if params.max_tokens == 0:  # its client left before the first token: there is nothing to compare
             return Completion([], [], "abort", call.version, call.temperature)
         stop = stack.renderer.stop_check(params.stop)
-        weights = self.held.history.kept(self.done + 1)
+        kept, first = stack.policy.kept, self.held.history.sampling(self.done + 1).version
+        weights = None if not kept else call.version if call.version in kept else first
         return await stack.engine.generate(call.prompt_ids, params, seed, stop=stop, weights=weights)
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -301,10 +302,10 @@ class _Replay:
         trainer, row = self.held.trainer, self.run.rows[step]
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
-            version = self.held.history.sampling(step).version
+            version = self.held.history.version
             taught = await self.held.stack.teach(episodes)
             learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
-            learned.metrics |= taught | self.held.history.staleness(step)
+            learned.metrics |= taught | self.held.history.staleness(episodes)
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)
