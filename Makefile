@@ -6,7 +6,7 @@ BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side vllm-rate
+.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side peers-losses vllm-rate
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -89,6 +89,18 @@ side-by-side: .venv-trl/installed | $(BIN)/python
 .venv-trl/installed:
 	$(PYTHON) -m venv --clear .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt torch peft datasets trl==1.16.0
+	touch $@
+
+# A minute: every loss and advantage beside TRL's and verl's functions, on random inputs.
+peers-losses: .venv-peers/installed
+	.venv-peers/bin/python benchmarks/peers/losses.py --out $(BASELINES)/peers_losses.json
+
+# verl without its own list of packages, which asks for another transformers: what its functions import is enough.
+.venv-peers/installed:
+	$(PYTHON) -m venv --clear .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . trl==1.16.0 ray==2.60.0 \
+		tensordict==0.15.3 omegaconf==2.4.0 codetiming==1.4.0 orjson==3.13.0
+	.venv-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	touch $@
 
 # vLLM's CPU build on the same requests, in an environment of its own.
