@@ -8,21 +8,23 @@ import pytest
 import torch
 
 from minirllm.algorithms import create
+from minirllm.attention import ForestLayout
 from minirllm.batch import Batch, build
 from minirllm.config import Config
 from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree, merge
 from minirllm.types import Completion
-from tests.sampled import TEMPERATURE, gradients, lone_logprobs, relative, sampled_group
+from tests.sampled import TEMPERATURE, gradients, relative, sampled_group
 
 PROMPT = [5, 17, 3, 90]
 
 
 def every_answer(policy):
     """A forest of all answers of one token there are, each weighing what the policy gives it: an expectation."""
+    ids, trees = torch.tensor(PROMPT), []
     with torch.no_grad():
-        logprobs = [lone_logprobs(policy, [*PROMPT, token])[-1].item() for token in range(policy.vocab_size)]
-    trees = []
+        hidden = policy.hidden(ids, torch.arange(len(ids)), ForestLayout([[(0, len(ids))]]))
+        logprobs = policy.logprobs(policy.logits(hidden[-1:]), torch.tensor([TEMPERATURE]))[0].tolist()
     for token, logprob in enumerate(logprobs):
         trees.append(TokenTree())
         trees[-1].add(PROMPT, Completion([token], [logprob], "stop", policy.version, TEMPERATURE), str(token))
@@ -43,7 +45,7 @@ def gradient(policy, forest, algorithm, **options):
     return found
 
 
-async def gaps(policy):
+async def gaps(policy, *kinds):
     """Answers of before an update, against the gradient of answers of after it: (distance by algorithm and correction,
     mean change of a log-probability)."""
     stale = every_answer(policy)
@@ -55,14 +57,14 @@ async def gaps(policy):
     return {
         (algorithm, kind): relative(gradient(policy, stale, algorithm, correction=kind), wanted)
         for algorithm in ("reinforce", "grpo", "cispo")
-        for kind in ("off", "token", "sequence", "mask")
+        for kind in kinds
     }, moved
 
 
 async def test_corrections_bring_stale_answers_closer_to_the_gradient_on_policy(make_policy):
     """Figures of larger updates are in LOG.md: the more weights the cap touches, the less of the gap is closed."""
     policy = await asyncio.to_thread(make_policy, lora_rank=4, lr=3e-4)
-    found, moved = await gaps(policy)
+    found, moved = await gaps(policy, "off", "token", "sequence", "mask")
     assert 0.1 < moved < 0.3
     for algorithm in ("reinforce", "grpo", "cispo"):
         assert found[algorithm, "off"] > 0.1, found
@@ -72,7 +74,7 @@ async def test_corrections_bring_stale_answers_closer_to_the_gradient_on_policy(
 
 async def test_weights_beyond_the_cap_leave_a_part_of_the_gap(make_policy):
     policy = await asyncio.to_thread(make_policy, lora_rank=4, lr=5e-4)
-    found, _ = await gaps(policy)
+    found, _ = await gaps(policy, "off", "token")
     for algorithm in ("reinforce", "grpo", "cispo"):
         assert 0.01 < found[algorithm, "token"] < found[algorithm, "off"] / 3, found
 

@@ -107,7 +107,7 @@ def loss(name: str, s: Sample, proximal: bool = False, **options: Any) -> Number
     weight_N = {  # the three formulas of batch.py
         "token": 1 / s.mask_BT.sum(),
         "sequence": 1 / (len(at) * count_N),
-        "constant": torch.tensor(1 / (len(at) * LONGEST)),
+        "constant": 1 / (len(at) * LONGEST),
     }[config.loss_aggregation]
     total = (weight_N * loss_N).sum()
     total.backward()

@@ -25,7 +25,7 @@ class SAPO(GRPO):
     def loss(self, tokens: Tokens, config: Config) -> Loss:
         """``-(4 / tau) sigmoid(tau (r - 1)) A``: its derivative for r is ``-4 p (1 - p) A``, with p the sigmoid: -A at
         r = 1, and falling on both sides."""
-        tau_N = torch.where(tokens.advantage_N > 0, TAU_GOOD, TAU_BAD).to(tokens.logprob_N.dtype)
+        tau_N = torch.full_like(tokens.advantage_N, TAU_BAD).masked_fill(tokens.advantage_N > 0, TAU_GOOD)
         ratio_N = torch.exp(tokens.logprob_N - tokens.old_N)
         gate_N = torch.sigmoid(tau_N * (ratio_N - 1))
         return -4 / tau_N * gate_N * tokens.advantage_N, {"gate": (4 * gate_N * (1 - gate_N)).detach()}
