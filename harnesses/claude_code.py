@@ -8,6 +8,7 @@ at max_tokens makes it ask again, three times.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from minirllm.flow import import_path
@@ -31,8 +32,11 @@ def launch(context: Context) -> Launch:
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(context.max_tokens),
         "API_TIMEOUT_MS": str(int(context.seconds * 1000)),
     }
+    if context.servers:
+        argv += ["--mcp-config", json.dumps({"mcpServers": context.servers}), "--strict-mcp-config"]
     if not context.full:
-        argv += ["--bare", "--tools", "Bash", "--system-prompt", shared.PROMPT]
+        lean = ["--tools", "Bash,Skill"] if context.skills else ["--bare", "--tools", "Bash"]
+        argv += [*lean, "--system-prompt", shared.PROMPT]
         env |= {
             "CLAUDE_CODE_DISABLE_THINKING": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
@@ -58,6 +62,8 @@ HARNESS = Harness(
     npm=("@anthropic-ai/claude-code@2.1.332",),
     prompt="0.5k tokens; full 12k",
     launch=launch,
+    servers=("stdio", "http", "sse"),
+    skills=".claude/skills",
     auxiliary=auxiliary,
     script=(Call("Bash", {"command": SHELL, "description": "Make the file"}), "Done."),
 )

@@ -21,13 +21,13 @@ LEAN = {
     "web_search": "disabled",
     "include_permissions_instructions": False,
     "include_environment_context": False,
-    "skills.include_instructions": False,
     "agents.enabled": False,
     "features.goals": False,
     "features.apps": False,
     "features.plugins": False,
     "features.view_image": False,
 }
+NAMES = {"headers": "http_headers"}  # of a server's settings, where they differ
 
 
 def launch(context: Context) -> Launch:
@@ -47,7 +47,11 @@ def launch(context: Context) -> Launch:
     files = {}
     if not context.full:
         settings |= {"model_instructions_file": str(context.home / ".codex/instructions.md"), **LEAN}
+        settings["skills.include_instructions"] = bool(context.skills)
         files[".codex/instructions.md"] = shared.PROMPT
+    for name, server in context.servers.items():
+        place = f"mcp_servers.{json.dumps(name)}."
+        settings |= {place + NAMES.get(key, key): value for key, value in server.items() if key != "type"}
     files[".codex/config.toml"] = "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
     argv = ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "--", context.instruction)
     return Launch((context.program("codex"), *argv), env={"MINIRLLM_KEY": context.key}, files=files)
@@ -62,6 +66,8 @@ HARNESS = Harness(
     requires=("node>=16",),
     prompt="1.4k tokens; full 10k",
     launch=launch,
+    servers=("stdio", "http"),
+    skills=".agents/skills",
     auxiliary=shared.side_calls({"summary": "You are performing a CONTEXT CHECKPOINT COMPACTION."}),
     script=(Call("exec_command", {"cmd": SHELL}), "Done."),
 )

@@ -30,7 +30,7 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
-from minirllm.sandboxes import WORK, Result, Sandbox, Spec, pool, program
+from minirllm.sandboxes import BASH, WORK, Result, Sandbox, Spec, pool, program
 from minirllm.sandboxes.kept import Recipe
 from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
@@ -73,6 +73,8 @@ class Context:
     tmp: Path = Path("/tmp")  # for temporary files
     python: str = sys.executable  # for scripts of the harness's own; it has the standard library
     files: tuple[str, ...] = ()  # those of the task, by then in `work`
+    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of MCP, as in an `mcpServers` of JSON
+    skills: bool = False  # there are some in `Harness.skills`
 
     @property
     def url_v1(self) -> str:
@@ -121,6 +123,8 @@ class Harness:
     requires: tuple[str, ...] = ()  # programs on PATH ("tmux"), "python>=3.12", "node>=22"
     prompt: str = ""  # how long its prompts are
     auxiliary: Callable[[ModelRequest], str | None] | None = None  # the kind of a call that is the program's own
+    servers: tuple[str, ...] = ()  # the kinds of MCP servers that it can be given: stdio, http, sse
+    skills: str = ""  # the folder below HOME in which it looks for skills, if it can be given some
     answer: Callable[[Result], str] | None = None  # what is read as the answer, if not the model's last words
 
     @property
@@ -285,10 +289,14 @@ class Inside:
     env: Mapping[str, str]
     cwd: str
 
-    async def run(self, box: Sandbox, seconds: float) -> Result:
+    async def run(self, box: Sandbox, seconds: float, user: str | None = None) -> Result:
         """Run it, for `seconds` at most; of what it prints the tails are kept."""
         await program.lay(box, {}, self.launch.files)
-        return await box.execute(self.launch.argv, timeout=seconds, env=self.env, cwd=self.cwd, output=TAIL, tail=True)
+        if user is not None and box.superuser is not None:
+            await box.execute((BASH, "-c", program.GIVE, "_", user), timeout=seconds, cwd="/", user=box.superuser)
+        return await box.execute(
+            self.launch.argv, timeout=seconds, env=self.env, cwd=self.cwd, output=TAIL, tail=True, user=user
+        )
 
 
 def inside(harness: Harness, context: Context) -> Inside:

@@ -14,51 +14,17 @@ import pytest
 from minirllm import flow, harness
 from minirllm.config import Config
 from minirllm.errors import SandboxError, TaskError, UserError
-from minirllm.harbor import trial
+from minirllm.harbor import spec
 from minirllm.harbor.agents import nop, oracle
 from minirllm.harbor.grading import Graded, _json, _text, combined, missed, scalar
-from minirllm.harbor.task import HarborTask, read
-from minirllm.harbor.trial import Agent, Order, Outcome
-from minirllm.sandboxes.pool import Pool
-from minirllm.types import AgentConfig, Episode
-
-FIXTURES = Path(__file__).parent / "fixtures" / "harbor"
+from minirllm.harbor.task import read
+from minirllm.types import Episode
+from tests.trials import FIXTURES, does, maker, tried
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """A task directory: the smallest whole one, with `toml` and more files."""
-
-    def made(toml: str = "", files: dict[str, str] | None = None, name: str = "made") -> Path:
-        folder = tmp_path / name
-        whole = {"task.toml": toml, "instruction.md": "Do it.\n", "tests/test.sh": "echo 1 > /logs/verifier/reward.txt"}
-        for path, text in (whole | (files or {})).items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-        return folder
-
-    return made
-
-
-async def tried(
-    task: HarborTask | Path | str, agent: Agent, seconds: float = 60.0, kind: str = "local"
-) -> dict[str, Any]:
-    if not isinstance(task, HarborTask):
-        task = await asyncio.to_thread(read, FIXTURES / task)
-    trial.check(task, kind)
-    boxes, model = Pool(kind), AgentConfig("", "tiny", metadata={"timeout": seconds})
-    episode = await trial.run(task, agent, boxes, trial.recipe(task, boxes), model)
-    return episode.artifacts
-
-
-def does(command: str) -> Agent:
-    """An agent that runs a line of bash."""
-
-    async def agent(order: Order) -> Outcome:
-        done = await order.box.run(command, timeout=order.seconds, cwd=order.cwd)
-        return Outcome("was out of time" if done.timed_out else f"said {done.stdout!r}")
-
-    return agent
+    return maker(tmp_path)
 
 
 # ---- trials ----
@@ -73,6 +39,9 @@ async def test_the_oracle_scores_one_and_nobody_scores_nothing(name: str) -> Non
 async def test_artifacts_and_what_the_tests_printed_are_kept() -> None:
     kept = await tried("plain", oracle)
     assert kept["files"] == {"/work/greeting.txt": "hello world\n"}
+    assert [(entry["destination"], entry["type"], entry["status"]) for entry in kept["manifest"]] == [
+        ("artifacts/logs/artifacts", "directory", "empty"), ("artifacts/work/greeting.txt", "file", "ok"),
+    ]  # fmt: skip
     assert kept["harbor"]["tests"] == "graded in /work\n"
     assert kept["ended"] == "oracle ended with exit code 3"
 
@@ -148,7 +117,7 @@ async def test_variables_of_this_process_where_they_are_asked_for(make: Any, mon
     tests = 'echo "$A,$B,$C,$D"; echo 1 > /logs/verifier/reward.txt'
     task = await asyncio.to_thread(read, make(toml, {"tests/test.sh": tests}))
     with pytest.raises(TaskError, match=r"\[verifier.env\]: D is \$\{GIVEN\}, and there is no .* GIVEN"):
-        trial.check(task, "local")
+        spec.check(task, "local")
     monkeypatch.setenv("GIVEN", "here")
     found = await tried(task, does("echo $A,$B,$C,$D"))
     assert found["ended"] == "said 'here,usual,x${GIVEN},\\n'"
@@ -242,7 +211,7 @@ def test_a_task_as_it_is_written() -> None:
     assert step.instruction.startswith("Write the word")
     assert (step.agent_seconds, step.verifier_seconds, dict(step.verifier_env)) == (60.0, 30.0, {"WANTED": "hello"})
     assert task.seconds == 150.0
-    limits = trial.spec(task).limits
+    limits = spec.spec(task.environment, "").limits
     assert (limits.memory, limits.disk, limits.cpus) == (256 * 2**20, 64 * 2**20, 1.0)
 
 
@@ -279,6 +248,17 @@ def test_steps_fall_back_on_the_task(make: Any) -> None:
         ("steps = [{name = 'a/b'}]", "name must be a name of letters"),
         ("steps = [{name = 'a'}, {name = 'A'}]", "name must be a name .* no other step has"),
         ("multi_step_reward_strategy = 'best'", "must be mean or final"),
+        ("agent = {network_mode = 'open'}", r"\[agent\]: network_mode must be public, no-network or allowlist"),
+        ("agent.allowed_hosts = ['x.org']", "allowed_hosts must be given with network_mode"),
+        ("artifacts = [{source = '/a', destination = '/b'}]", r"destination must be a relative path without \.\."),
+        ("artifacts = [{source = 'a', service = 'db'}]", "source must be an absolute path, as it is one of a service"),
+        ("verifier.environment_mode = 'own'", "environment_mode must be shared or separate"),
+        ("verifier.collect = [{service = 'db'}]", r"\[\[collect\]\] 1: command must be a command"),
+        ("environment.mcp_servers = [{name = 'a'}]", r"\[\[mcp_servers\]\] 1: url must be given for .* sse"),
+        (
+            "environment.mcp_servers = [{name = 'a', transport = 'x'}]",
+            "transport must be sse, streamable-http or stdio",
+        ),
         ("environment.healthcheck = {}", r"\[healthcheck\]: command must be a command"),
         ("x = ", "task.toml cannot be read"),
     ],
@@ -306,17 +286,22 @@ def test_links_that_lead_out_are_refused(make: Any) -> None:
     [
         ("environment.docker_image = 'x:1'", {}, "needs the image x:1, and the sandbox local has no images"),
         ("", {"environment/Dockerfile": "FROM x"}, "needs environment/Dockerfile, and the sandbox local"),
-        ("", {"environment/docker-compose.yaml": ""}, "needs environment/docker-compose.yaml, which no sandbox"),
-        ("verifier.environment_mode = 'separate'", {}, "verifier with an environment of its own"),
-        ("[verifier.environment]", {}, "verifier with an environment of its own"),
-        ("agent.user = 'root'", {}, "names the user root, and the sandbox local has one user only"),
+        ("", {"environment/docker-compose.yaml": ""}, "needs environment/docker-compose.yaml, and the sandbox local"),
+        ("verifier.environment_mode = 'separate'", {"tests/Dockerfile": "FROM x"}, "needs tests/Dockerfile, and the"),
+        ("verifier.environment.docker_image = 'x:1'", {}, "needs the image x:1, and the sandbox local"),
+        ("agent.user = 'root'", {}, "names the user root. The sandbox local runs commands as agent or 60001 only"),
+        ("verifier.user = 0", {}, "names the user 0. The sandbox local runs"),
+        ("verifier.collect = [{command = 'true', user = 'db'}]", {}, "names the user db. The sandbox local runs"),
         ("environment.network_mode = 'allowlist'", {}, "needs hosts on the network"),
+        ("agent.network_mode = 'allowlist'", {}, "needs hosts on the network"),
+        ("verifier.environment.network_mode = 'allowlist'", {}, "needs hosts on the network"),
+        ("artifacts = [{source = '/x', service = 'db'}]", {}, "names the service db, and has no environment/docker-c"),
         ("environment.gpus = 1", {}, "needs gpus, which no sandbox here has"),
     ],
 )
 def test_what_a_sandbox_cannot_do_is_refused_in_a_sentence(make: Any, toml: str, files: Any, sentence: str) -> None:
     with pytest.raises(TaskError, match=sentence):
-        trial.check(read(make(toml, files)), "local")
+        spec.check(read(make(toml, files)), "local")
 
 
 # ---- as a dataset ----

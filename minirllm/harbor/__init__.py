@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minirllm import harness
 from minirllm.config import Config
 from minirllm.errors import TaskError
-from minirllm.flow import AgentFlow, Evaluator, TaskModule
+from minirllm.flow import AgentFlow, Evaluator, TaskModule, names
 from minirllm.harbor import trial
 from minirllm.harbor.agents import BUILTIN, program
+from minirllm.harbor.spec import check
 from minirllm.harbor.task import HarborTask, digest, read
 from minirllm.sandboxes import pool
 from minirllm.sandboxes.kept import Recipe
@@ -71,6 +72,24 @@ def _task(task: HarborTask) -> Task:
     return Task(task.name, text, dataset_dir=task.folder.parent, sub_dir=Path(task.folder.name))
 
 
+def _equipped(task: HarborTask, one: harness.Harness) -> None:
+    """Raises TaskError when a program cannot be given what the task has for it."""
+    where = f"Task {task.name} ({task.folder})"
+    for name, server in task.environment.servers.items():
+        if (kind := server["type"]) not in one.servers:
+            able = _able(lambda other, kind=kind: kind in other.servers)
+            raise TaskError(f"{where} has the MCP server {name} ({kind}), which {one.name} cannot be given: {able}.")
+    if task.environment.skills and not one.skills:
+        able = _able(lambda other: bool(other.skills))
+        raise TaskError(f"{where} has skills_dir, which {one.name} cannot be given: {able}.")
+
+
+def _able(can: Callable[..., bool]) -> str:
+    """What to take instead."""
+    known = [harness.find(name.replace("_", "-")) for name in names("harnesses")]
+    return f"take {' or '.join(other.name for other in known if can(other))}"
+
+
 def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
     """Who acts, checked against what the tasks need. Raises UserError."""
     if not config.harness:
@@ -80,10 +99,13 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
         harness.check_installed(one)
     agent = BUILTIN[config.harness] if one is None else program(one, config.harness_full)
     for task in tasks:
-        trial.check(task, config.sandbox)
+        check(task, config.sandbox)
+        if one is not None:
+            _equipped(task, one)
         if config.harness == "oracle" and not all(step.solution for step in task.steps):
             raise TaskError(f"Task {task.name} ({task.folder}) has no solution/solve.sh, so the oracle knows nothing.")
-    if any(task.environment.network == "public" and task.environment.asks_network for task in tasks):
+    asked = [place.network for task in tasks for place in task.environments if place.asks_network]
+    if "public" in (*asked, *(mode for task in tasks for step in task.steps for mode in step.networks)):
         logger.warning("some of these tasks ask for a network; there is none in a sandbox")
     by_name = {task.name: task for task in tasks}
     boxes = pool.of(config)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from minirllm import harness
+from minirllm.harbor.environment import connected, resolved
 from minirllm.harbor.grading import script
-from minirllm.harbor.task import resolved
 from minirllm.harbor.trial import Agent, Order, Outcome
 from minirllm.sandboxes import BASH
 from minirllm.watchdog import Deadline
+
+SKILLS = 'mkdir -p -- "$2" && cp -r -- "$1"/. "$2"'
 
 
 async def oracle(order: Order) -> Outcome:
@@ -24,7 +26,7 @@ async def oracle(order: Order) -> Outcome:
     await script(order.box, 'chmod +x "$1"', "/solution/solve.sh")
     env = resolved(order.task.solution_env, f"{order.task.name}: [solution.env]")
     command = (BASH, "-c", "/solution/solve.sh > /logs/agent/oracle.txt 2>&1")
-    done = await order.box.execute(command, timeout=order.seconds, env=env, cwd=order.cwd)
+    done = await order.box.execute(command, timeout=order.seconds, env=env, cwd=order.cwd, user=order.step.agent_user)
     await script(order.box, "rm -rf /solution")
     return Outcome(f"oracle {harness.ending(done, order.seconds)}")
 
@@ -38,14 +40,18 @@ def program(one: harness.Harness, full: bool) -> Agent:
     """Runs an agent program in the task's sandbox."""
 
     async def agent(order: Order) -> Outcome:
-        deadline = Deadline(order.seconds)
+        deadline, environment = Deadline(order.seconds), order.task.environment
         context = replace(
             harness.context_of(one, order.step.instruction, order.model, full),
             work=Path(order.cwd),
             seconds=order.seconds,
+            skills=bool(environment.skills),
+            servers=connected(environment.servers, f"{order.task.name}: [[environment.mcp_servers]]"),
         )
         start = await asyncio.to_thread(harness.inside, one, context)
-        done = await start.run(order.box, deadline.remaining())
+        if environment.skills:
+            await script(order.box, SKILLS, environment.skills, str(context.home / one.skills))
+        done = await start.run(order.box, deadline.remaining(), order.step.agent_user)
         return Outcome(f"{one.name} {harness.ending(done, order.seconds)}", harness.kept(done))
 
     return agent

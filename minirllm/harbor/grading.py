@@ -3,7 +3,7 @@
 Owns: `Graded`, the precedence of reward files, how several steps make one reward. Does not know: agents, episodes.
 
 Nothing of the agent's is left when tests run: its processes have ended with their command, ``/tests`` and
-``/logs/verifier`` are made anew, the endpoint is out of reach. The exit code of the tests means nothing. What cannot be
+``/logs/verifier`` are made anew. The exit code of the tests means nothing. What cannot be
 graded has a reason and no reward. Not covered: tests that run the agent's files can be fooled by them.
 """
 
@@ -12,16 +12,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minirllm.errors import SandboxError
-from minirllm.harbor.task import HarborTask, Step, resolved
+from minirllm.harbor.environment import resolved
+from minirllm.harbor.task import HarborTask, Step
 from minirllm.sandboxes import BASH, Sandbox
 
 TAIL = 16_384  # bytes of what the tests printed
 MAX_REWARD_FILE = 65_536
 REMOVE = 'for p in "$@"; do chmod -R u+rwX -- "$p" 2> /dev/null; rm -rf -- "$p"; done'
-FRESH = REMOVE + "; mkdir -p -m 777 /logs/verifier && mkdir -m 755 /tests"
+FRESH = REMOVE + '; mkdir -p /logs/verifier && chmod 777 /logs/verifier; for p in "${@:2}"; do mkdir -m 755 "$p"; done'
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,18 @@ class Graded:
 
 
 async def grade(box: Sandbox, task: HarborTask, step: Step, cwd: str, seconds: float) -> Graded:
-    """Run the step's tests, for `seconds` at most."""
-    spec, box.spec = box.spec, replace(box.spec, forward={})
+    """Run the step's tests, for `seconds` at most. They are uploaded, unless they are in the verifier's image."""
+    places = ["/logs/verifier"] if step.tests_inside else ["/logs/verifier", "/tests"]
     try:
-        await script(box, FRESH, "/logs/verifier", "/tests")
-        for folder in step.tests:
+        await script(box, FRESH, *places)
+        for folder in () if step.tests_inside else step.tests:
             await box.upload(folder, "/tests")
         await script(box, 'chmod +x "$1"', "/tests/test.sh")
         env = resolved(step.verifier_env, f"{task.name}: [verifier.env]")
         done = await box.execute(
-            (BASH, "-c", "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"), timeout=seconds, env=env, cwd=cwd
-        )
+            (BASH, "-c", "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"), timeout=seconds, env=env, cwd=cwd,
+            user=step.verifier_user,
+        )  # fmt: skip
         printed = await _read(box, f"tail -c {TAIL} /logs/verifier/test-stdout.txt")
         if done.timed_out:
             return Graded(None, f"the tests did not end within {seconds:.3g} s", printed or "")
@@ -52,24 +54,22 @@ async def grade(box: Sandbox, task: HarborTask, step: Step, cwd: str, seconds: f
             rewards = await _rewards(box)
         except ValueError as error:
             return Graded(None, str(error), printed or "")
-        await script(box, REMOVE, "/logs/verifier", "/tests")  # the next step's agent learns nothing of them
+        await script(box, REMOVE, *places)  # the next step's agent learns nothing of them
         return Graded(rewards, "", printed or "")
     except SandboxError as error:
         return Graded(None, f"the tests could not be run: {error}")
-    finally:
-        box.spec = spec
 
 
-async def script(box: Sandbox, text: str, *arguments: str, timeout: float = 60.0) -> None:
-    """A few lines of bash of ours. Raises SandboxError when they fail."""
-    done = await box.execute((BASH, "-c", text, "_", *arguments), timeout=timeout, cwd="/")
+async def script(box: Sandbox, text: str, *arguments: str) -> None:
+    """A few lines of bash of ours, run by whoever can do most. Raises SandboxError when they fail."""
+    done = await box.execute((BASH, "-c", text, "_", *arguments), timeout=60.0, cwd="/", user=box.superuser)
     if done.exit_code:
         raise SandboxError(f"a step of ours in the sandbox failed: {done.stderr.strip()[-300:] or done.exit_code}")
 
 
 async def _read(box: Sandbox, command: str) -> str | None:
     """What a command prints; None when it fails."""
-    done = await box.run(command, timeout=60.0, cwd="/")
+    done = await box.run(command, timeout=60.0, cwd="/", user=box.superuser)
     return None if done.exit_code else done.stdout
 
 

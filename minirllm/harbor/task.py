@@ -7,67 +7,41 @@ Files of an older schema mean what the newest says of them (as in Harbor itself)
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from minirllm.errors import TaskError
+from minirllm.harbor.environment import Environment, Health, defines, environment, health, network
 from minirllm.harbor.toml import Table
 
 SCHEMAS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-MIB = 2**20
-UNITS = {"": 1 / MIB, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  # in MiB
-TEMPLATE = re.compile(r"\$\{(\w+)(?::-(.*))?\}", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
-VERIFIER_SECONDS, BUILD_SECONDS = 600.0, 600.0
-
-
-@dataclass(frozen=True)
-class Health:
-    """A command that must succeed before the agent begins."""
-
-    command: str
-    interval: float
-    timeout: float
-    start_period: float
-    start_interval: float
-    retries: int
+MAIN = "main"  # the service that is the sandbox itself
+VERIFIER_SECONDS, HOOK_SECONDS = 600.0, 60.0
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file or folder of the sandbox that is kept; `exclude` are patterns of names."""
+    """A file or folder of the sandbox, or of a service beside it, that is kept; `exclude` are patterns of names."""
 
     source: str
+    destination: str = ""  # where it is kept, if not at its own path
     exclude: tuple[str, ...] = ()
+    service: str = MAIN
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What the task runs in. None: the sandbox's own default."""
+class Hook:
+    """A command that is run when the agent has ended, so that what it leaves can be kept."""
 
-    image: str = ""
-    dockerfile: bool = False  # environment/Dockerfile
-    files: Path | None = None  # environment/, where there is no image: it is laid into the working folder
-    workdir: str = ""
-    cpus: float | None = None
-    memory_mb: float | None = None
-    storage_mb: float | None = None
-    network: str = "public"  # public, no-network, allowlist
-    asks_network: bool = False  # it says so itself
-    env: Mapping[str, str] = field(default_factory=dict)
-    build_seconds: float = BUILD_SECONDS
-    other: str = ""  # what else it needs, which nothing here has
-
-    @property
-    def made_of(self) -> str:
-        """What only sandboxes with images can start from; empty when any will do."""
-        return f"the image {self.image}" if self.image else "environment/Dockerfile" if self.dockerfile else ""
+    command: str
+    service: str
+    timeout: float
+    user: str | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +58,10 @@ class Step:
     verifier_seconds: float
     verifier_user: str | None
     verifier_env: Mapping[str, str]
-    separate: bool  # the verifier has an environment of its own
+    verifier: Environment | None  # which the tests have for themselves; None: they run where the agent did
+    tests_inside: bool  # that one has them already
+    collect: tuple[Hook, ...]
+    networks: tuple[str, ...]  # that agent and verifier ask for, where they do
     min_reward: Mapping[str, float]
     health: Health | None
     artifacts: tuple[Artifact, ...]
@@ -106,7 +83,14 @@ class HarborTask:
     def seconds(self) -> float:
         """What all its phases may take together; an agent without a limit gets as long as a verifier."""
         each = (step.verifier_seconds + (step.agent_seconds or VERIFIER_SECONDS) for step in self.steps)
-        return sum(each) + 60.0 + (self.environment.build_seconds if self.environment.made_of else 0.0)
+        built = (place.build_seconds for place in self.environments if place.made_of)
+        hooks = sum(hook.timeout for step in self.steps for hook in step.collect)
+        return sum(each) + 60.0 + sum(built) + hooks
+
+    @property
+    def environments(self) -> tuple[Environment, ...]:
+        """The agent's and those of the verifiers."""
+        return (self.environment, *(step.verifier for step in self.steps if step.verifier is not None))
 
 
 def read(folder: Path) -> HarborTask:
@@ -123,9 +107,10 @@ def read(folder: Path) -> HarborTask:
     strategy = top.text("multi_step_reward_strategy", "mean")
     if strategy not in ("mean", "final"):
         raise top.wrong("multi_step_reward_strategy", "mean or final")
-    environment, health = _environment(top.table("environment"), folder), _health(top.table("environment"))
-    env = top.table("solution").strings("env")
-    return HarborTask(folder, name, _steps(top, folder), environment, health, env, strategy == "final")
+    table = top.table("environment")
+    place = environment(table, folder / "environment", table.text("docker_image"))
+    env, steps = top.table("solution").strings("env"), _steps(top, folder)
+    return HarborTask(folder, name, steps, place, health(table), env, strategy == "final")
 
 
 def digest(tasks: list[HarborTask]) -> str:
@@ -139,19 +124,6 @@ def digest(tasks: list[HarborTask]) -> str:
     return state.hexdigest()
 
 
-def resolved(env: Mapping[str, str], where: str) -> dict[str, str]:
-    """Values that are ``${NAME}`` or ``${NAME:-default}`` are this process's variable. Raises TaskError without one."""
-    found = {}
-    for key, value in env.items():
-        if match := TEMPLATE.fullmatch(value):
-            given = os.environ.get(match[1], match[2])
-            if given is None:
-                raise TaskError(f"{where}: {key} is {value}, and there is no environment variable {match[1]}.")
-            value = given
-        found[key] = value
-    return found
-
-
 def _folder(path: Path) -> Path | None:
     return path if path.is_dir() else None
 
@@ -161,60 +133,6 @@ def _links(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise TaskError(f"{path} is a link that leads out of the task.")
-
-
-def _environment(table: Table, folder: Path) -> Environment:
-    place = folder / "environment"
-    network, allowed = table.text("network_mode"), table.flag("allow_internet")
-    if network not in ("", "public", "no-network", "allowlist"):
-        raise table.wrong("network_mode", "public, no-network or allowlist")
-    other = [key for key in ("gpus", "tpu", "mcp_servers", "skills_dir") if table.values.get(key)]
-    other += [f"environment/{name}" for name in COMPOSE if (place / name).is_file()]
-    if table.text("os", "linux") != "linux":
-        other.append(f"os = {table.text('os')}")
-    image = table.text("docker_image")
-    dockerfile = not image and (place / "Dockerfile").is_file()
-    return Environment(
-        image=image,
-        dockerfile=dockerfile,
-        files=None if image or dockerfile else _folder(place),
-        workdir=table.text("workdir"),
-        cpus=table.number("cpus"),
-        memory_mb=table.number("memory_mb") if "memory_mb" in table else _size(table, "memory"),
-        storage_mb=table.number("storage_mb") if "storage_mb" in table else _size(table, "storage"),
-        network=network or ("no-network" if allowed is False else "public"),
-        asks_network=bool(network or allowed),
-        env=table.strings("env"),
-        build_seconds=table.number("build_timeout_sec") or BUILD_SECONDS,
-        other=", ".join(other),
-    )
-
-
-def _size(table: Table, key: str) -> float | None:
-    """``"2G"`` in MiB."""
-    if key not in table:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", table.text(key), re.IGNORECASE)
-    if match is None:
-        raise table.wrong(key, 'a size such as "2G"')
-    return float(match[1]) * UNITS[match[2].upper()]
-
-
-def _health(table: Table) -> Health | None:
-    if "healthcheck" not in table:
-        return None
-    check = table.table("healthcheck")
-    if not check.text("command"):
-        raise check.wrong("command", "a command")
-
-    def seconds(key: str, default: float) -> float:
-        value = check.number(key)
-        return default if value is None else value
-
-    return Health(
-        check.text("command"), seconds("interval_sec", 5), seconds("timeout_sec", 30), seconds("start_period_sec", 0),
-        seconds("start_interval_sec", 5), int(seconds("retries", 3)),
-    )  # fmt: skip
 
 
 def _artifacts(table: Table) -> tuple[Artifact, ...]:
@@ -227,9 +145,44 @@ def _artifacts(table: Table) -> tuple[Artifact, ...]:
         source = entry.text("source")
         if not source or ".." in Path(source).parts:
             raise entry.wrong("source", "a path without ..")
-        if entry.text("service", "main") == "main":
-            found.append(Artifact(source, entry.texts("exclude")))
+        service, destination = entry.text("service", MAIN) or MAIN, entry.text("destination")
+        if ".." in Path(destination).parts or destination.startswith("/"):
+            raise entry.wrong("destination", "a relative path without ..")
+        if service != MAIN and not source.startswith("/"):
+            raise entry.wrong("source", "an absolute path, as it is one of a service")
+        found.append(Artifact(source, destination, entry.texts("exclude"), service))
     return tuple(found)
+
+
+def _hooks(verifier: Table) -> tuple[Hook, ...]:
+    found = []
+    for row in verifier.tables("collect"):
+        if not row.text("command"):
+            raise row.wrong("command", "a command")
+        seconds = row.number("timeout_sec") or HOOK_SECONDS
+        found.append(Hook(row.text("command"), row.text("service", MAIN) or MAIN, seconds, row.user()))
+    return tuple(found)
+
+
+def _verifier(top: Table, own: Table, folder: Path, name: str) -> tuple[Environment | None, bool]:
+    """(what the tests have for themselves, whether they are in it already), of the task or of its step `name`."""
+    tables = [own.table("verifier"), top.table("verifier")]
+    for table in tables:
+        mode = table.text("environment_mode")
+        if mode not in ("", "shared", "separate"):
+            raise table.wrong("environment_mode", "shared or separate")
+        if mode or "environment" in table:
+            if mode == "shared":
+                return None, False
+            break
+    else:
+        return None, False
+    given = next((table.table("environment") for table in tables if "environment" in table), top.table("environment"))
+    for table, place in zip(tables, (folder / "steps" / name / "tests", folder / "tests"), strict=True):
+        image = table.table("environment").text("docker_image")
+        if image or (defines(place) and (name or table is tables[1])):
+            return environment(given, place, image), True
+    return environment(given, folder / "environment", top.table("environment").text("docker_image")), False
 
 
 def _steps(top: Table, folder: Path) -> tuple[Step, ...]:
@@ -249,7 +202,8 @@ def _step(top: Table, own: Table, folder: Path, name: str) -> Step:
     agent, verifier = top.table("agent"), top.table("verifier")
     step_agent, step_verifier = own.table("agent"), own.table("verifier")
     tests = tuple(path for path in dict.fromkeys((folder / "tests", place / "tests")) if path.is_dir())
-    if not any((path / "test.sh").is_file() for path in tests):
+    own_environment, inside = _verifier(top, own, folder, name)
+    if not inside and not any((path / "test.sh").is_file() for path in tests):
         raise TaskError(f"{place} has no tests/test.sh: nothing could be graded.")
     least = own.values.get("min_reward", {})
     bounds = Table(least if isinstance(least, dict) else {"reward": least}, f"{own.where}, min_reward")
@@ -266,9 +220,14 @@ def _step(top: Table, own: Table, folder: Path, name: str) -> Step:
         verifier_seconds=seconds,
         verifier_user=step_verifier.user() or verifier.user(),
         verifier_env=verifier.strings("env") | step_verifier.strings("env"),
-        separate=any(t.text("environment_mode") == "separate" or "environment" in t for t in (verifier, step_verifier)),
+        verifier=own_environment,
+        tests_inside=inside,
+        collect=_hooks(verifier) + _hooks(step_verifier),
+        networks=tuple(
+            filter(None, (network(step_agent) or network(agent), network(step_verifier) or network(verifier)))
+        ),
         min_reward={key: bounds.number(key) or 0.0 for key in bounds.values},
-        health=_health(own),
+        health=health(own),
         artifacts=_artifacts(top) + _artifacts(own),
     )
 

@@ -30,6 +30,7 @@ PYTHON = "/usr/bin/python3"
 OWN = (Path("/usr"), Path("/bin"), Path("/sbin"), Path("/lib"), Path("/lib64"))  # of the sandbox itself
 LIST = r"""cd "$1" && find . -xdev ! -type d -printf '%y %s %P\0' | head -c 1000000"""
 PACK = r"""cd "$1" && tar --null --no-recursion -c -f - -T -"""
+GIVE = f'mkdir -p {HOME} && chown -R -- "$1" {HOME}'  # its HOME to a user
 SECONDS = 60.0  # to list, or to pack
 
 
