@@ -1,4 +1,5 @@
-"""Rollouts that run ahead of training: which weights sample a step, and the rollouts under way.
+"""Rollouts that run ahead of training: which weights sample a step, what was known of the tasks then, and the rollouts
+under way.
 
 Owns: the schedule, copies of the weights that it needs, one task for each step whose rollouts have begun. Does not
 know: what a rollout or an update is.
@@ -20,11 +21,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.policy import Policy
+from minirllm.standing import NOTHING, Means, Standing
 from minirllm.types import DEPTH, Episode, Step
 
 T = TypeVar("T")
@@ -35,6 +38,7 @@ class Weights(NamedTuple):
 
     version: int
     sha256: str
+    standing: Standing = NOTHING  # how the tasks stood then
 
 
 def validate(config: Config) -> None:
@@ -49,16 +53,19 @@ def validate(config: Config) -> None:
 
 
 class History:
-    """The weights after the last steps, as many as the steps to come are sampled by."""
+    """The weights and the tasks' standing after the last steps, as many as the steps to come are sampled by."""
 
     def __init__(self, policy: Policy, config: Config):
-        self.policy, self.lag, self.calls = policy, config.lag, config.partial_calls
+        self.policy, self.config, self.lag, self.calls = policy, config, config.lag, config.partial_calls
         self.after: dict[int, Weights] = {}  # by step
         self._added = asyncio.Event()
 
-    async def add(self, step: int) -> Weights:
-        """The policy's weights as they are now are those after `step`. Not while it is trained."""
-        now = Weights(self.policy.version, await self.policy.run(self.policy.weights_sha256))
+    async def add(self, step: int, means: tuple[Means, Means] | None = None) -> Weights:
+        """The policy's weights as they are now are those after `step`, which showed these means of tasks (None: nothing
+        new). Not while it is trained."""
+        standing = self.after.get(step, self.after.get(step - 1, Weights(0, ""))).standing
+        standing = standing if means is None else standing.after(*means, self.config)
+        now = Weights(self.policy.version, await self.policy.run(self.policy.weights_sha256), standing)
         if self.lag:
             await self.policy.run(self.policy.keep)
         self.after = {at: weights for at, weights in self.after.items() if step - self.lag <= at < step}
@@ -109,11 +116,11 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint that also holds the policy's kept weights."""
-        return {str(step): list(weights) for step, weights in self.after.items()}
+        return {str(step): [*weights[:2], asdict(weights.standing)] for step, weights in self.after.items()}
 
     async def restore(self, step: int, state: Mapping[str, Any]) -> Weights:
         """The policy's weights are those after `step`; `state` is what it was then."""
-        self.after = {int(at): Weights(*weights) for at, weights in state.items()}
+        self.after = {int(at): Weights(version, sha256, Standing(**s)) for at, (version, sha256, s) in state.items()}
         return await self.add(step)
 
 

@@ -34,6 +34,7 @@ from minirllm.config import Config
 from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
 from minirllm.grouping import Member, compare, has_signal, members
+from minirllm.standing import NOTHING, Means, Standing
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
 from minirllm.types import Episode, Step
 
@@ -47,6 +48,7 @@ class Batch:
     parts: list[list[Forest]] = field(default_factory=list)  # the micro-batches of each optimizer step of an epoch
     metrics: dict[str, float] = field(default_factory=dict)
     members: dict[tuple[str, str], Member] = field(default_factory=dict)  # by episode id and call id
+    means: tuple[Means, Means] = ({}, {})  # the rewards of the groups, the shares solved of the tasks
     signal: set[str] = field(default_factory=set)  # tasks with something to learn from
     auxiliary: set[tuple[str, str]] = field(default_factory=set)  # episode id and call id of side calls
 
@@ -69,7 +71,9 @@ class Batch:
         return member.fate
 
 
-def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: Version) -> Batch:
+def build(
+    episodes: Sequence[Episode], config: Config, algorithm: Algorithm, version: Version, standing: Standing = NOTHING
+) -> Batch:
     """The batch of one step, a function of the episodes' contents: they may come in any order.
 
     Trajectories of one task with one name are a group; a trajectory without a reward of its own has its episode's.
@@ -77,7 +81,7 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     LedgerError for a token to be trained on that cannot be traced to a call on record, these weights and a finite
     logprob.
     """
-    batch = select(episodes, config, algorithm)
+    batch = select(episodes, config, algorithm, standing)
     targets = _targets(_trained(batch))
     forests = list[Forest]()
     for part in _parts(_trained(batch), config):
@@ -105,7 +109,9 @@ def build(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, ver
     return batch
 
 
-def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) -> Batch:
+def select(
+    episodes: Sequence[Episode], config: Config, algorithm: Algorithm, standing: Standing = NOTHING
+) -> Batch:
     """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     batch = Batch(metrics=episode_metrics(episodes))
@@ -116,7 +122,7 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
         member.fate = why.get(member.episode.id, member.fate)
     while True:
         part = [m for m in every if m.episode.id not in why and m.episode.task_id not in beyond]
-        learned, counts = compare(part, config, algorithm)
+        learned, counts = compare(part, config, algorithm, standing)
         batch.signal = {member.episode.task_id for member in learned if has_signal(member)}
         if not (more := filters.surplus(episodes, batch.signal, config)):
             break
@@ -124,6 +130,7 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm) ->
     for member in every:
         if member.episode.task_id in beyond and member.episode.id not in why:
             member.fate = "surplus"
+    batch.means = filters.means((m.group, m.reward) for m in part), filters.solved(episodes)
     batch.metrics |= counts | filters.metrics(episodes, why, beyond)
     for part in _parts(learned, config):
         _weigh(part, config)

@@ -1,6 +1,6 @@
 """The episodes of one training step: those that a killed run had finished, from disk, and the rest, run now.
 
-Owns: which tasks are a step's, what of the disk still counts, that every episode is on disk once it has ended.
+Owns: the rounds of a step, what of the disk still counts, that every episode is on disk once it has ended.
 Does not know: how an episode is run, what is learned from it.
 """
 
@@ -8,51 +8,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
-
-import numpy as np
 
 from minirllm import batch
 from minirllm.algorithms import Algorithm
 from minirllm.config import Config
 from minirllm.filters import PLACE
 from minirllm.rollouts import Job, Runner
+from minirllm.standing import Standing, choose, within
 from minirllm.store import EpisodeStore
 from minirllm.types import Episode, Task
 
-T = TypeVar("T")
 Key = tuple[str, int]  # task id and rollout
 Digest = Callable[[int, Episode], Awaitable[str]]  # of the weights that sampled an episode of a step
 WEIGHTS = "weights_sha256"  # in the metadata of an episode: their digest
-
-
-def schedule(tasks: Sequence[T], config: Config, step: int) -> list[T]:
-    """The tasks, or whatever they are, of step 1, 2, ...: each epoch is a new permutation drawn from (seed, epoch); a
-    step repeats none. Behind the step's own come those that may replace them (`refill`), which are no other step's."""
-    size = min((config.batch_size + config.spare_tasks) * (1 + config.refill), len(tasks))
-    epoch, place = divmod(step - 1, len(tasks) // size)
-    order = np.random.default_rng([config.seed, epoch]).permutation(len(tasks))
-    return [tasks[i] for i in order[place * size : (place + 1) * size]]
 
 
 class Plan:
     """What a step runs: its own tasks, then, round by round, others in place of those without a signal. A function of
     the step's tasks and episodes, so a killed step goes on with the same."""
 
-    def __init__(self, scheduled: Sequence[Task], job: Job, config: Config, algorithm: Algorithm):
+    def __init__(self, tasks: Sequence[Task], job: Job, config: Config, algorithm: Algorithm, standing: Standing):
         """`job`: what all of them have in common."""
-        self.scheduled, self.job, self.config, self.algorithm = scheduled, job, config, algorithm
-        self.own = min(config.batch_size + config.spare_tasks, len(scheduled))
-        self.place = {task.id: place for place, task in enumerate(scheduled)}
+        self.job, self.config, self.algorithm, self.standing = job, config, algorithm, standing
+        self.scheduled = choose(tasks, config, job.step, standing)
+        self.passed = len(tasks) - len(within(tasks, config, standing))
+        self.own = min(config.batch_size + config.spare_tasks, len(self.scheduled))
+        self.place = {task.id: place for place, task in enumerate(self.scheduled)}
         self.begun = self.rounds = 0  # tasks, and rounds of them after the first
 
     def more(self, episodes: Sequence[Episode]) -> list[Job]:
         """The next rollouts, when the step has these `episodes`; none: it has all."""
         count = self.own
         if self.begun:
-            full = self.rounds == self.config.refill
-            signal = self.config.batch_size if full else len(batch.select(episodes, self.config, self.algorithm).signal)
-            count = self.config.batch_size - signal
+            count = self._missing(episodes) if self.rounds < self.config.refill else 0
         tasks = self.scheduled[self.begun : self.begun + max(0, count)]
         self.rounds += bool(self.begun and tasks)
         self.begun += len(tasks)
@@ -63,9 +51,14 @@ class Plan:
         return {job.key for task in self.scheduled for job in self._jobs(task)}
 
     def metrics(self) -> dict[str, float]:
-        """How often more tasks were begun, and how many."""
+        """How often more tasks were begun, and how many; how many were passed over for their solve rate."""
         more = {"refill_rounds": float(self.rounds), "refill_tasks": float(self.begun - self.own)}
-        return more if self.config.refill else {}
+        return (more if self.config.refill else {}) | ({"tasks_passed_over": float(self.passed)} if self.passed else {})
+
+    def _missing(self, episodes: Sequence[Episode]) -> int:
+        """How many tasks with a signal these lack."""
+        found = batch.select(episodes, self.config, self.algorithm, self.standing)
+        return self.config.batch_size - len(found.signal)
 
     def _jobs(self, task: Task) -> list[Job]:
         count = self.config.group_size + self.config.spare_rollouts

@@ -83,6 +83,7 @@ class Config:
     roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
     group_by: str = option("task", "what a group has in common: task (and name), or module:attr -> text")
     credit: str = option("trajectory", "trajectory, returns (step rewards), gigpo (states), or module:attr")
+    baseline: Literal["group", "task"] = option("group", "task: the running mean of a task's rewards (reinforce)")
     discount: float = option(1.0, "credit: what a later reward is worth one call earlier", 0.0, 1.0)
     state_weight: float = option(1.0, "gigpo: weight of the advantage among calls that saw the same state", 0.0)
     # which of a step's rollouts are learned from
@@ -91,6 +92,13 @@ class Config:
     spare_rollouts: int = option(0, "rollouts more of each task: the first group_size that are graded are taken", 0)
     spare_tasks: int = option(0, "tasks more in each step: the first batch_size that have a signal are taken", 0)
     refill: int = option(0, "at most so many rounds more, of the next tasks for those without a signal", 0)
+    # which tasks are taken
+    curriculum: Literal["off", "learnable", "unsolved"] = option(
+        "off", "drawn by solve rate p: learnable by p (1 - p), unsolved by 1 - p"
+    )
+    solve_rate_low: float = option(0.0, "tasks with a lower running solve rate are passed over", 0.0, 1.0)
+    solve_rate_high: float = option(1.0, "tasks with a higher running solve rate are passed over", 0.0, 1.0)
+    running_rate: float = option(0.5, "how much a step counts in the running means of its tasks", 0.01, 1.0)
     # the update
     inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
     mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)

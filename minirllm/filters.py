@@ -8,7 +8,7 @@ A choice among episodes goes by their order, of rollouts in a task and of tasks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from minirllm.config import Config, nearest
@@ -67,6 +67,19 @@ def surplus(episodes: Sequence[Episode], signal: Collection[str], config: Config
     return set(sorted(signal, key=lambda task: (place[task], task))[config.batch_size :])
 
 
+def solved(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Of each task the share of its graded rollouts that was correct."""
+    return means((episode.task_id, episode.is_correct) for episode in episodes if episode.reward is not None)
+
+
+def means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The mean of each key's values."""
+    found: dict[str, list[float]] = {}
+    for key, value in values:
+        found.setdefault(key, []).append(value)
+    return {key: sum(own) / len(own) for key, own in found.items()}
+
+
 def metrics(episodes: Sequence[Episode], why: Mapping[str, str], beyond: Collection[str]) -> dict[str, float]:
     """How many episodes were left out for how they ended, and how many tasks there were to spare."""
     ended = Counter(e.termination_reason.value for e in episodes if why.get(e.id) == "dropped")
@@ -79,6 +92,8 @@ def sentences(row: Mapping[str, Any]) -> list[str]:
     told = [f"{row[name]:.0f} left out that ended by {name[8:]}" for name in row if name.startswith("dropped/")]
     if row.get("tasks_surplus"):
         told.append(f"{row['tasks_surplus']:.0f} tasks to spare")
+    if row.get("tasks_passed_over"):
+        told.append(f"{row['tasks_passed_over']:.0f} tasks passed over for their solve rate")
     if row.get("refill_tasks"):
         told.append(f"refilled by {row['refill_tasks']:.0f} tasks in {row['refill_rounds']:.0f} rounds")
     if row.get("step_rewards_unused"):

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minirllm import standing
 from minirllm.algorithms import Algorithm, Group, credit, objective, roles
 from minirllm.config import Config, find
 from minirllm.errors import ConfigError, UserError
 from minirllm.flow import Users
+from minirllm.standing import Standing
 from minirllm.store import plain
 from minirllm.types import Episode, Step, Trajectory
 
@@ -44,11 +46,13 @@ class Member:
     weight: float = 0.0  # of each of its tokens in the loss; 0: it is not trained on
     index: int = -1  # among the batch's trajectories
     role: int = 0  # whose algorithm it has
+    group: str = ""  # whom it is compared with
 
 
 def validate(config: Config, algorithm: Algorithm) -> None:
     """Raises ConfigError for what `group_by` and `credit` cannot be, and for options of theirs that have no effect."""
     key_of(config)
+    standing.validate(config)
     credit.validate(config, algorithm.all if isinstance(algorithm, roles.ByRole) else [algorithm])
 
 
@@ -77,11 +81,13 @@ def _overlong(length: int, config: Config) -> float:
     return min(1.0, max(0, over) / config.overlong_buffer) if config.overlong_buffer else 0.0
 
 
-def compare(every: Sequence[Member], config: Config, algorithm: Algorithm) -> tuple[list[Member], dict[str, float]]:
+def compare(
+    every: Sequence[Member], config: Config, algorithm: Algorithm, before: Standing
+) -> tuple[list[Member], dict[str, float]]:
     """Sets every member's advantages, and the fate of those whose group teaches nothing. Returns the members that the
     update learns from, and the counts of groups by what became of them."""
     groups = _groups(every, config)
-    _share(groups, config, algorithm)
+    _share(groups, config, algorithm, before)
     replaced = config.refill or config.spare_tasks  # what has no signal is left to others
     stays = objective.without_reward(config) and not replaced
     kinds = dict.fromkeys(("with_signal", "too_easy", "too_hard", "uniform", "too_small"), 0)
@@ -132,17 +138,18 @@ def by_task(episode: Episode, trajectory: Trajectory) -> str:
 
 def _groups(every: Sequence[Member], config: Config) -> list[list[Member]]:
     """In the order of their first members. Trajectories of two algorithms are never in one."""
-    key, found = key_of(config), dict[tuple[str, int], list[Member]]()
+    key, found = key_of(config), dict[str, list[Member]]()
     for member in every:
         with Users(f"group_by {config.group_by}: "):
             text = key(member.episode, member.trajectory)
         if not isinstance(text, str):
             raise UserError(f"group_by {config.group_by} must return a text, got {text!r}.")
-        found.setdefault((text, member.role), []).append(member)
+        member.group = f"{member.role}:{text}"
+        found.setdefault(member.group, []).append(member)
     return list(found.values())
 
 
-def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm) -> None:
+def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm, before: Standing) -> None:
     """Sets the advantages of every member's calls. Groups of one trajectory name are one batch to the algorithm."""
     share = credit.of(config)
     for name in {group[0].trajectory.name: None for group in groups}:
@@ -153,7 +160,7 @@ def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm)
             shown = [Group(np.array(values_G), np.array(tokens_G, np.int64), role) for values_G, tokens_G in values]
             return algorithm.advantages(shown, config)
 
-        found = share([[_path(member, config) for member in group] for group in batch], compared, config)
+        found = share([[_path(member, config, before) for member in group] for group in batch], compared, config)
         for group, advantages in zip(batch, found, strict=True):
             for member, value_K in zip(group, advantages, strict=True):
                 assert value_K.shape == (len(member.calls),), f"{value_K} for {len(member.calls)} calls"
@@ -164,7 +171,7 @@ def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm)
                 }
 
 
-def _path(member: Member, config: Config) -> credit.Path:
+def _path(member: Member, config: Config, before: Standing) -> credit.Path:
     """What the ways of credit know of a trajectory. A call's state is the `input` of its agent, else its prompt."""
     steps, tree = list(member.calls.values()), member.episode.tree
     states: list[str] = []
@@ -172,4 +179,5 @@ def _path(member: Member, config: Config) -> credit.Path:
         seen = [tree.prompt_ids(step.node) if step.input is None else plain(step.input) for step in steps]
         states = [json.dumps(state) for state in seen]
     rewards_K = np.array([step.reward for step in steps], np.float64)
-    return credit.Path(member.reward, rewards_K, np.array([step.response_length for step in steps], np.int64), states)
+    reward = member.reward - (before.baseline(member.group) if config.baseline == "task" else 0.0)
+    return credit.Path(reward, rewards_K, np.array([step.response_length for step in steps], np.int64), states)

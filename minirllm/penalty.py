@@ -23,16 +23,22 @@ from minirllm.batch import Batch, Version
 from minirllm.config import Config
 from minirllm.grouping import COST
 from minirllm.policy import Policy
+from minirllm.standing import Standing
 from minirllm.tree import Forest, Spans, TokenTree, merge
 from minirllm.types import Episode
 
 
 async def build(
-    episodes: Sequence[Episode], policy: Policy, config: Config, algorithm: Algorithm, version: Version
+    episodes: Sequence[Episode],
+    policy: Policy,
+    config: Config,
+    algorithm: Algorithm,
+    version: Version,
+    standing: Standing,
 ) -> Batch:
     """`batch.build`. The metric ``kl_reference``, if the reward was charged, is the mean of a token."""
     costs = await charge(episodes, policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
-    learned = batch.build(episodes, config, algorithm, version)
+    learned = batch.build(episodes, config, algorithm, version, standing)
     learned.metrics |= costs
     return learned
 

@@ -21,7 +21,6 @@ from typing import Any
 from minirllm import stack, watchdog
 from minirllm.algorithms.sft import SFT
 from minirllm.batch import Batch, pack
-from minirllm.collect import schedule
 from minirllm.config import Config
 from minirllm.dialects import chat
 from minirllm.engines import Sampler
@@ -32,6 +31,7 @@ from minirllm.log import RunLog
 from minirllm.renderer import Renderer
 from minirllm.saving import Saving
 from minirllm.session import Session
+from minirllm.standing import schedule
 from minirllm.trainer import Trainer
 from minirllm.tree import Forest, TokenTree, merge
 from minirllm.types import Completion, Message, ModelRequest, SampledToken, SamplingParams, StopCheck

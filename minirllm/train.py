@@ -23,7 +23,7 @@ from minirllm import ahead, evaluate, filters, grouping, harness, penalty, watch
 from minirllm.ahead import Ahead, History
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
-from minirllm.collect import Plan, collect, schedule, tokens
+from minirllm.collect import Plan, collect, tokens
 from minirllm.config import Config
 from minirllm.errors import LedgerError, TeacherError, UserError
 from minirllm.files import sha256
@@ -102,7 +102,7 @@ class _Run:
             (episodes, collected), seconds = await self.ahead.take(step)
             learned = await self.batch(step, episodes)  # advantages, weights, forests of tokens
             metrics = await self.trainer.update(learned)  # loss, backward, clip, optimizer step: in place
-            weights = await self.history.add(step)  # those after this step, for the steps that they sample
+            weights = await self.history.add(step, learned.means)  # those after this step, for steps that they sample
             self.stack.engine.weights_changed()  # cached prefixes belong to the old ones
 
             row = {
@@ -129,8 +129,8 @@ class _Run:
 
     async def rollouts(self, step: int) -> tuple[list[Episode], dict[str, float]]:
         """`group_size` episodes of each of the step's tasks, and metrics of how they came about."""
-        scheduled, pace = schedule(self.tasks, self.config, step), self.history.pace(step)
-        plan = Plan(scheduled, Job(scheduled[0], step=step, weights=pace), self.config, self.trainer.algorithm)
+        job = Job(self.tasks[0], step=step, weights=self.history.pace(step))
+        plan = Plan(self.tasks, job, self.config, self.trainer.algorithm, self.history.sampling(step).standing)
 
         def tick(done: int, total: int, sampled: float) -> None:
             if step == self.ahead.awaited:  # of those that run ahead nothing is shown
@@ -143,8 +143,9 @@ class _Run:
         """What to learn from. A token that cannot be traced or scored ends the run, what it learned before is saved."""
         try:
             taught = await self.stack.teach(episodes)
-            trainer, version = self.trainer, self.history.version
-            learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
+            version, standing = self.history.version, self.history.sampling(step).standing
+            parts = (self.trainer.policy, self.trainer.config, self.trainer.algorithm, version, standing)
+            learned = await penalty.build(episodes, *parts)
             learned.metrics |= taught | self.history.staleness(episodes)
             return learned
         except (LedgerError, TeacherError) as error:

@@ -5,6 +5,7 @@ import numpy as np
 from minirllm.algorithms.roles import of
 from minirllm.batch import build
 from minirllm.config import Config
+from minirllm.store import episode_to_dict
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Step, Trajectory
 
@@ -39,3 +40,11 @@ def make(episodes, version=0, algorithm="grpo", **options):
 
 def trained(batch, name):
     return np.concatenate([getattr(forest, name)[forest.trained_T] for forest in batch.forests])
+
+
+def same_content(one, other):
+    """Do two rollouts say the same? Not how long they took."""
+    plain = [episode_to_dict(made) for made in (one, other)]
+    for values in plain:
+        values["metrics"].pop("seconds", None)
+    return plain[0] == plain[1]

@@ -1,7 +1,6 @@
 """Which episodes take part: by how they ended, to spare, too few, without a signal; and what a step runs instead."""
 
 import asyncio
-import re
 
 import numpy as np
 import pytest
@@ -9,11 +8,12 @@ import pytest
 from minirllm import filters
 from minirllm.algorithms import roles
 from minirllm.batch import select
-from minirllm.collect import Plan, collect, schedule
+from minirllm.collect import Plan, collect
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.log import explain
 from minirllm.rollouts import Job
+from minirllm.standing import NOTHING, schedule
 from minirllm.store import EpisodeStore
 from minirllm.types import Task, TerminationReason
 from tests.episodes import episode, make, trained
@@ -105,7 +105,7 @@ def test_tasks_that_may_replace_others_are_no_other_steps():
 
 
 class Rewarded:
-    """Runs nothing: the rewards of a task's rollouts are given, 0 and 1 where not."""
+    """Runs nothing: the rewards of a task's rollouts are given."""
 
     def __init__(self, rewards):
         self.rewards, self.ran = rewards, []
@@ -113,13 +113,14 @@ class Rewarded:
     async def run_many(self, jobs, on_done, on_retry):
         for job in reversed(jobs):  # the order in which they end does not matter
             self.ran.append(job.key)
-            reward = self.rewards.get(job.task.id, (0.0, 1.0, 0.0, 1.0))[job.rollout_idx]
+            reward = self.rewards[job.task.id][job.rollout_idx]
             on_done(episode(job.task.id, job.rollout_idx, reward, [(7, 8 + job.rollout_idx)]))
 
 
 def run(folder, rewards, config=CONFIG, weights="w"):
-    """(episodes, plan, what ran) of step 1 of TASKS in their order."""
-    plan, runner = Plan(TASKS[:6], Job(TASKS[0], step=1), config, roles.of(config)), Rewarded(rewards)
+    """(episodes, plan, what ran) of step 1; `rewards` are those of its first task, t0, its second, and so on."""
+    plan = Plan(TASKS, Job(TASKS[0], step=1), config, roles.of(config), NOTHING)
+    runner = Rewarded({task: rewards.get(f"t{place}", (0.0, 1.0, 0.0, 1.0)) for task, place in plan.place.items()})
     ticks = []
     store = EpisodeStore(folder)
 
@@ -133,7 +134,7 @@ def run(folder, rewards, config=CONFIG, weights="w"):
 
 
 def ran(found):
-    return [e.task_id for e in found if e.rollout_idx == 0]
+    return [f"t{e.metadata[filters.PLACE]}" for e in found if e.rollout_idx == 0]
 
 
 def test_tasks_without_a_signal_are_replaced_by_the_next_up_to_the_bound(tmp_path):
@@ -144,7 +145,7 @@ def test_tasks_without_a_signal_are_replaced_by_the_next_up_to_the_bound(tmp_pat
     assert (ran(found), plan.metrics()) == (["t0", "t1", "t2"], {"refill_rounds": 1, "refill_tasks": 1})
     found, plan, _ = run(tmp_path / "two", {"t0": same, "t1": same, "t3": same})
     assert (ran(found), plan.metrics()) == (["t0", "t1", "t2", "t3", "t4"], {"refill_rounds": 2, "refill_tasks": 3})
-    found, plan, _ = run(tmp_path / "bound", dict.fromkeys([task.id for task in TASKS], same))
+    found, plan, _ = run(tmp_path / "bound", dict.fromkeys([f"t{i}" for i in range(6)], same))
     assert ran(found) == ["t0", "t1", "t2", "t3", "t4", "t5"], "two rounds, and no more"
     row = {"step": 1, **select(found, CONFIG, roles.of(CONFIG)).metrics, **plan.metrics()}
     assert "refilled by 4 tasks in 2 rounds" in explain(row, 2)
@@ -175,7 +176,7 @@ def test_rounds_that_are_no_longer_asked_for_leave_the_disk(tmp_path):
 def test_spare_rollouts_and_tasks_are_run(tmp_path):
     config = Config(batch_size=2, group_size=2, spare_rollouts=1, spare_tasks=1)
     found, _, _ = run(tmp_path, {}, config)
-    assert [re.sub("t", "", e.id) for e in found] == [f"{t}:{i}" for t in range(3) for i in range(3)]
-    assert [e.metadata[filters.PLACE] for e in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    places = [(e.metadata[filters.PLACE], e.rollout_idx) for e in found]
+    assert places == [(place, i) for place in range(3) for i in range(3)]
     batch = select(found, config, roles.of(config))
-    assert sorted(batch.signal) == ["t0", "t1"]
+    assert batch.signal == {found[0].task_id, found[3].task_id}

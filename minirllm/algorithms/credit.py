@@ -47,10 +47,18 @@ def validate(config: Config, algorithms: Sequence[Algorithm]) -> None:
         raise ConfigError("discount has no effect with credit = trajectory: set credit = returns, or leave it out.")
     if config.credit != "gigpo" and config.state_weight != Config.state_weight:
         raise ConfigError(f"state_weight has no effect with credit = {config.credit}: it is gigpo's, leave it out.")
-    if config.credit == "gigpo" and not all(_is_relative(algorithm, config) for algorithm in algorithms):
+    grouped = [_is_relative(algorithm, config) for algorithm in algorithms]
+    if config.credit == "gigpo" and not all(grouped):
         raise ConfigError(
             "credit = gigpo compares within groups, which not every algorithm of this run does: set algorithm = grpo."
         )
+    if config.baseline == "task" and all(grouped):
+        raise ConfigError(
+            "baseline = task has no effect with algorithms that subtract the mean of the group: set algorithm to "
+            "reinforce or reinforce_pp, or leave it out."
+        )
+    if config.baseline == "task" and config.credit != "trajectory":
+        raise ConfigError(f"baseline = task is of whole trajectories, but credit is {config.credit}: leave one out.")
 
 
 def _is_relative(algorithm: Algorithm, config: Config) -> bool:

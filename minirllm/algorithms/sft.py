@@ -17,7 +17,8 @@ WITHOUT_EFFECT = (
     "mini_batches", "clip_low", "clip_high", "dual_clip", "correction", "correction_cap", "kl_beta", "kl_in",
     "kl_estimator", "kl_target", "entropy_bonus", "overlong_buffer", "mask_truncated", "loss_aggregation", "group_by",
     "credit", "discount", "state_weight", "min_group_size", "drop_reasons", "spare_rollouts", "spare_tasks", "refill",
-    "teacher", "teacher_model", "teacher_tokenizer", "teacher_top_k", "privileged",
+    "teacher", "teacher_model", "teacher_tokenizer", "teacher_top_k", "privileged", "baseline", "curriculum",
+    "solve_rate_low", "solve_rate_high", "running_rate",
 )  # fmt: skip
 
 

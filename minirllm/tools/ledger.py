@@ -18,8 +18,10 @@ from rich.text import Text
 from minirllm import batch, config, models
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
+from minirllm.config import Config
 from minirllm.errors import ModelError
 from minirllm.log import CONFIG, printable
+from minirllm.standing import NOTHING
 from minirllm.tools.runs import Run, page, samples
 from minirllm.tools.show import Wanted, choose, heading, matched
 from minirllm.tree import TokenTree
@@ -101,7 +103,7 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
         console.print(Text(f"{folder}: no episode has finished yet"))
         return
     settings = config.from_mapping(config.read_toml(folder / CONFIG))
-    learned = batch.select(run.episodes(picked.step), settings, roles.of(settings))
+    learned = _learned(run, picked.step, settings)
     text, note = _texts(settings.model)
     lines = [Text(f"Tokens of step {picked.step}: {picked.counts}"), Text(LEGEND), *map(Text, note)]
     if picked.step not in run.rows:
@@ -112,6 +114,15 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
             lines += [Text(printable(_title(number, call))), *layout(call.tokens, text, console.width)]
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _learned(run: Run, step: int, settings: Config) -> Batch:
+    """What the step's batch was; a baseline of earlier steps is made of their episodes again."""
+    algorithm, standing = roles.of(settings), NOTHING
+    for earlier in (number for number in run.steps if number < step and settings.baseline == "task"):
+        found = batch.select(run.episodes(earlier), settings, algorithm, standing)
+        standing = standing.after(*found.means, settings)
+    return batch.select(run.episodes(step), settings, algorithm, standing)
 
 
 def _title(number: int, call: Sample) -> str:

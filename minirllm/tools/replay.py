@@ -302,14 +302,15 @@ class _Replay:
         trainer, row = self.held.trainer, self.run.rows[step]
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
-            version = self.held.history.version
+            version, standing = self.held.history.version, self.held.history.sampling(step).standing
             taught = await self.held.stack.teach(episodes)
-            learned = await penalty.build(episodes, trainer.policy, trainer.config, trainer.algorithm, version)
+            parts = (trainer.policy, trainer.config, trainer.algorithm, version, standing)
+            learned = await penalty.build(episodes, *parts)
             learned.metrics |= taught | self.held.history.staleness(episodes)
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)
-        weights = await self.held.history.add(step)
+        weights = await self.held.history.add(step, learned.means)
         self.held.stack.engine.weights_changed()
         found = {**learned.metrics, **metrics, "weight_version": weights.version, "weights_sha256": weights.sha256}
         for name, value in found.items():
