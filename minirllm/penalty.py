@@ -23,7 +23,7 @@ from minirllm.batch import Batch, Version
 from minirllm.config import Config
 from minirllm.grouping import COST
 from minirllm.policy import Policy
-from minirllm.standing import Standing
+from minirllm.standing import NOTHING, Standing
 from minirllm.tree import Forest, Spans, TokenTree, merge
 from minirllm.types import Episode
 
@@ -34,7 +34,7 @@ async def build(
     config: Config,
     algorithm: Algorithm,
     version: Version,
-    standing: Standing,
+    standing: Standing = NOTHING,
 ) -> Batch:
     """`batch.build`. The metric ``kl_reference``, if the reward was charged, is the mean of a token."""
     costs = await charge(episodes, policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
