@@ -47,7 +47,7 @@ bench: | $(BIN)/python
 	$(BIN)/python benchmarks/training.py --out $(BASELINES)/training.json
 	$(BIN)/python benchmarks/loop.py --out $(BASELINES)/loop.json
 	$(BIN)/python benchmarks/streams.py --out $(BASELINES)/streams.json
-	$(BIN)/python benchmarks/sandboxes.py --out $(BASELINES)/sandboxes.json
+	$(BIN)/python -m benchmarks.sandboxes --out $(BASELINES)/sandboxes.json
 	$(BIN)/python benchmarks/file_task.py --out $(BASELINES)/file_task.json
 
 # Ten minutes: 500 sessions at once, with hostile and dying clients.

@@ -63,7 +63,7 @@ async def rollouts(pool: Pool, recipes: list[Recipe], slots: int, seconds: float
 async def test_a_warm_start_costs_one_command() -> None:
     pool = Pool(KIND, warm=1)
     async with pool.ahead(lambda: [recipe()]):
-        await asyncio.sleep(0.5)
+        await pool.settled()
         async with pool.take(recipe()) as box:
             assert (Counted.started, Counted.execs, box.running) == (1, 1, True)
         assert Counted.live == 0

@@ -90,6 +90,11 @@ class Pool:
             self._places = [place for place in self._places if place not in places]
             await asyncio.gather(*(_end(place.starting) for place in places if place.starting), return_exceptions=True)
 
+    async def settled(self) -> None:
+        """Wait until what is being started ahead has started, or failed to."""
+        if starting := [place.starting for place in self._places if place.starting is not None]:
+            await asyncio.wait(starting)
+
     def _fill(self) -> None:
         """Start for the next places, while fewer than `warm` are waiting."""
         waiting = sum(place.starting is not None for place in self._places)
