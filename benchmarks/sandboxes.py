@@ -3,8 +3,8 @@
 Owns: the measurement and its JSON. ``python -m benchmarks.sandboxes [--repeat 20] [--rewards 64] [--out FILE]``
 
 `start` and `close` are those alone, `cold` is from nothing to the end of the first command, `take_warm` is how long a
-rollout waits for a sandbox that a pool has started ahead, `restore_10m` is a cold start with the snapshot. Where DOCKER_HOST is not set, `docker` is the
-tests' own engine, with their image.
+rollout waits for a sandbox that a pool has started ahead, `restore_10m` is a cold start with the snapshot. Where
+DOCKER_HOST is not set, `docker` is the tests' own engine, with their image.
 """
 
 from __future__ import annotations

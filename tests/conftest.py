@@ -19,7 +19,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 import minirllm  # noqa: F401  # before torch: sets the variables that its arithmetic depends on
-from tests import engine
+from tests import engine, podman
 from tests.distilled import other_model, student  # noqa: F401
 from tests.sampled import make_policy  # noqa: F401
 
@@ -47,9 +47,9 @@ def _cuda() -> bool:
 
 @pytest.fixture(scope="session")
 def docker_engine() -> Iterator[str]:
-    """A Docker engine's URL."""
+    """The URL of a Docker engine, or of podman where MINIRLLM_ENGINE says so."""
     try:
-        with engine.running() as url:
+        with (podman if os.environ.get("MINIRLLM_ENGINE") == "podman" else engine).running() as url:
             yield url
     except engine.NoEngine as error:
         pytest.skip(f"the docker sandbox IS NOT TESTED, as no engine can be started: {error}")

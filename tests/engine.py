@@ -73,7 +73,7 @@ class NoEngine(Exception):
     """Why there can be none."""
 
 
-def _prefix() -> Path:
+def prefix() -> Path:
     """The folder of programs and image, filled once."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
     base.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def _prefix() -> Path:
 
 def variables() -> dict[str, str]:
     """By which the programs `docker` and `docker compose` are found; those of the machine come first."""
-    prefix = _prefix()
-    return {"DOCKER_CONFIG": str(prefix / "config"), "PATH": f"{os.environ['PATH']}:{prefix}/tree/usr/bin"}
+    programs = prefix()
+    return {"DOCKER_CONFIG": str(programs / "config"), "PATH": f"{os.environ['PATH']}:{programs}/tree/usr/bin"}
 
 
 @contextlib.contextmanager
@@ -103,10 +103,10 @@ def running() -> Iterator[str]:
     """The URL of a fresh engine with `IMAGE`. Raises NoEngine."""
     if os.geteuid() or not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise NoEngine("it needs root on Debian")
-    prefix = _prefix()
+    programs = prefix()
     home = Path(tempfile.mkdtemp(prefix="minirllm-engine-"))
     url = f"unix://{home}/docker.sock"
-    env = {"PATH": f"{prefix}/tree/usr/sbin:{prefix}/tree/usr/bin:{os.environ['PATH']}", "DOCKER_HOST": url}
+    env = {"PATH": f"{programs}/tree/usr/sbin:{programs}/tree/usr/bin:{os.environ['PATH']}", "DOCKER_HOST": url}
     command = ["setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", home / "data", "--exec-root", home / "exec"]
     command += ["-p", home / "pid", "-H", url, "--bridge=none", "--iptables=false", "--ip6tables=false"]
     command += ["--ip-forward=false", "--ip-masq=false", "--userland-proxy=false"]
@@ -114,18 +114,18 @@ def running() -> Iterator[str]:
         daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
         for _ in range(120):
-            if daemon.poll() is not None or _docker(env, "version").returncode == 0:
+            if daemon.poll() is not None or docker(env, "version").returncode == 0:
                 break
             time.sleep(0.25)
         path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        done = _docker(env, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, str(prefix / "rootfs.tar"), IMAGE)
+        done = docker(env, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, str(programs / "rootfs.tar"), IMAGE)
         if done.returncode:
             raise NoEngine(f"it does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
         yield url
     finally:
-        if left := _docker(env, "ps", "--all", "--quiet").stdout.split():
-            _docker(env, "rm", "--force", *left)
-        _docker(env, "network", "prune", "--force")  # their bridges are the machine's
+        if left := docker(env, "ps", "--all", "--quiet").stdout.split():
+            docker(env, "rm", "--force", *left)
+        docker(env, "network", "prune", "--force")  # their bridges are the machine's
         daemon.terminate()
         try:
             daemon.wait(30)
@@ -138,5 +138,5 @@ def running() -> Iterator[str]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _docker(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def docker(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *arguments], env=env, capture_output=True, text=True, check=False, timeout=120)
