@@ -319,3 +319,28 @@ def test_an_advantage_that_is_given_stands_in_place_of_the_groups():
     batch = make(equal)
     assert (batch.metrics["groups_with_signal"], batch.metrics["trained_tokens"]) == (1, 4)
     assert trained(batch, "advantage_T").tolist() == [0, 0, -2, -2]
+
+
+@pytest.mark.parametrize("packing", ["forest", "paths"])
+def test_targets_stand_at_their_tokens_though_a_branch_cut_the_sample(packing):
+    """In the order of the forest's trained tokens, whatever the order of calls and micro-batches."""
+    episodes = []
+    for index in range(2):
+        tree = TokenTree()
+        first = tree.add(PROMPT, Completion([7, 8, 9], [-1.0] * 3, "stop", 0), "one")
+        last = tree.add([*PROMPT, 7, 8, 5], Completion([6 - index], [-1.0], "stop", 0), "two", after=first)
+        steps = [Step("two", node=last, prompt_length=7, response_length=1)]
+        steps += [Step("one", node=first, prompt_length=4, response_length=3)]
+        for step in steps:
+            ids = np.array(tree.response(step.node)[0])[:, None] * 10
+            step.targets = ids + np.arange(2), np.full(ids.shape, -0.5, np.float32).repeat(2, 1)
+        trajectories = [Trajectory(steps=steps)]
+        row = {"task_id": "a", "rollout_idx": index, "reward": 1.0 - index, "tree": tree}
+        episodes.append(Episode(f"a:{index}", trajectories=trajectories, **row))
+    batch = make(episodes, packing=packing)
+    for forest in batch.forests:
+        ids, logprobs = forest.targets
+        assert ids[:, 0].tolist() == [10 * token for token in forest.token_T[forest.trained_T]]
+        assert (ids[:, 1] == ids[:, 0] + 1).all()
+        assert logprobs.shape == ids.shape
+    assert sum(len(forest.targets[0]) for forest in batch.forests) == 8

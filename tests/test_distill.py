@@ -34,6 +34,8 @@ SMOKE = flow.load_task("smoke")
         ({"teacher_model": "m"}, "teacher_model has no effect with teacher = base"),
         ({"teacher_tokenizer": "m"}, "teacher_tokenizer has no effect with teacher = base"),
         ({"norm_std": False}, "norm_std has no effect with distill"),
+        ({"baseline": "task"}, "baseline has no effect with distill"),
+        ({"refill": 1}, "refill has no effect with distill"),
         ({"overlong_buffer": 4}, "overlong_buffer has no effect with distill"),
         ({"teacher_top_k": 4, "clip_low": 0.1}, "clip_low has no effect with distill by teacher_top_k"),
         ({"temperature": 0.5}, "distill compares distributions at temperature 1, got 0.5"),

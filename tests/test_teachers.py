@@ -76,6 +76,15 @@ async def test_turns_are_read_one_behind_the_other(student: tuple[Policy, Render
         assert found[reading.id].top_id_AK.tolist() == rows.topk(2).indices.tolist()
 
 
+async def test_answers_without_tokens_have_no_scores(student: tuple[Policy, Renderer]) -> None:
+    """As of what is no text to a teacher with another tokenizer, of some of a task's rollouts or of all."""
+    scorer = await local.load(Config(**DISTILL), *student)
+    some = [[Reading("a", [1, 2], [3])], [Reading("b", [1, 2], []), Reading("c", [1, 2], [4], "b")]]
+    found = await scorer.score([some, [[Reading("d", [1], [])], []], []], 2)
+    assert {name: len(scores.logprob_A) for name, scores in found.items()} == {"a": 1, "b": 0, "c": 1, "d": 0}
+    assert found["d"].top_id_AK.shape == (0, 2)
+
+
 async def test_a_reading_longer_than_the_teacher_reads_is_told(student: tuple[Policy, Renderer]) -> None:
     scorer = await local.load(Config(**DISTILL), *student)
     long = Reading("x", [1] * (student[0].max_positions + 1), [1])

@@ -14,7 +14,7 @@ from minirllm.config import Config
 from minirllm.errors import ConfigError
 
 OPTIONS = ("teacher", "teacher_model", "teacher_tokenizer", "teacher_top_k", "privileged")
-WITHOUT_EFFECT = ("norm_std", "overlong_buffer", "credit", "group_by", "kl_in", "refill", "spare_tasks")
+WITHOUT_EFFECT = ("norm_std", "overlong_buffer", "credit", "group_by", "kl_in", "refill", "spare_tasks", "baseline")
 
 
 def is_url(teacher: str) -> bool:

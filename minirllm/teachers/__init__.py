@@ -36,6 +36,12 @@ class Scores:
     top_logprob_AK: np.ndarray
     best_A: np.ndarray  # bool: it is the most likely one
 
+    @classmethod
+    def none(cls, k: int) -> Scores:
+        """Of an answer without tokens."""
+        empty = np.empty((0, k))
+        return cls(empty[:, 0], empty.astype(np.int64), empty.astype(np.float32), empty[:, 0].astype(np.bool_))
+
 
 class Scorer(Protocol):
     """What computes. `renderer` is None where the student's is the teacher's."""

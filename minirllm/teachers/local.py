@@ -107,7 +107,9 @@ class Local:
             longest = max((len(r.prompt) + len(r.answer) for rollout in rollouts for r in rollout), default=0)
             if longest > (most := self.policy.max_positions):
                 raise TeacherError(f"it reads {most} tokens, and a call has {longest} of its own: lower max_context")
-            for share in self._shares([rollout for rollout in rollouts if rollout]):
+            found |= {reading.id: Scores.none(k) for rollout in rollouts for reading in rollout}
+            answered = [[reading for reading in rollout if reading.answer] for rollout in rollouts]
+            for share in self._shares([rollout for rollout in answered if rollout]):
                 found |= await self.student.run(self._score, share, k)
         return found
 
@@ -129,8 +131,7 @@ class Local:
         row_T = np.cumsum(forest.trained_T) - 1  # of each trained token among all of them
         found = {}
         for name, end in ends.items():
-            parts = [np.arange(*spans[node]) for node in tree.completion_nodes(end) if tree.nodes[node].tokens]
-            at_A = np.concatenate([np.arange(0), *parts])
+            at_A = np.concatenate([np.arange(*spans[node]) for node in tree.completion_nodes(end)])
             logprob_A, id_AK, top_AK = (column[row_T[at_A]] for column in columns)
             best_A = id_AK[:, 0] == forest.token_T[at_A]
             found[name] = Scores(logprob_A.astype(np.float64), id_AK, top_AK, best_A)

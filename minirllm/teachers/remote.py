@@ -117,7 +117,7 @@ class Remote:
 
     async def _score(self, reading: Reading, k: int) -> Scores:
         if not reading.answer:
-            return Scores(np.empty(0), np.empty((0, k), np.int64), np.empty((0, k), np.float32), np.empty(0, np.bool_))
+            return Scores.none(k)
         async with self.slots:
             answer = await self._ask("POST", "completions", self._body(reading, k))
         try:
