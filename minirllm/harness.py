@@ -30,7 +30,7 @@ from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
 from minirllm.place import Place, read_files
-from minirllm.sandboxes import BASH, WORK, Result, Sandbox, Spec, pool, program
+from minirllm.sandboxes import BASH, WORK, Result, Sandbox, Spec, kind, pool, program
 from minirllm.sandboxes.kept import Recipe
 from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
@@ -187,15 +187,19 @@ def agent(task: TaskModule, config: Config) -> AgentFlow:
     return task.agent()
 
 
-def check_installed(harness: Harness) -> None:
-    """Raises UserError when it is not."""
+def check_installed(harness: Harness, sandbox: str = "") -> None:
+    """Raises UserError when the program is not installed, or cannot run in this sandbox."""
     if not harness.installed:
         raise UserError(f"Harness {harness.name} is not installed: run `minirllm harness install {harness.name}`.")
+    if sandbox and not kind(sandbox).doors:
+        raise UserError(
+            f"An agent needs files and a port of this machine, which {sandbox} does not see: take docker or local."
+        )
 
 
 def flow(harness: Harness, full: bool = False, boxes: Pool | None = None) -> AgentFlow:
     """An agent that runs the program. Raises UserError when it is not installed."""
-    check_installed(harness)
+    check_installed(harness, boxes.kind if boxes is not None else "")
 
     async def run(task: Task, config: AgentConfig) -> Episode:
         return await episode(harness, task, config, full=full, boxes=boxes)

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # bits and speed must not depend 
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -63,6 +64,53 @@ def docker_image(docker_engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return engine.IMAGE
 
 
+def _provider(name: str) -> None:
+    """Skip, where a provider's package or machine cannot be played."""
+    if not _importable(name):
+        pytest.skip(f"the {name} sandbox IS NOT TESTED: its package is not installed (pip install 'minirllm[{name}]')")
+    if os.geteuid():
+        pytest.skip(f"the {name} sandbox IS NOT TESTED: the machines of its fake need root")
+
+
+@pytest.fixture
+def daytona_account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fake of Daytona, and an account there."""
+    _provider("daytona")
+    from tests.fake_daytona import FakeDaytona
+    from tests.machine import elsewhere
+
+    with elsewhere(FakeDaytona()) as fake:
+        monkeypatch.setenv("DAYTONA_API_KEY", "key")
+        monkeypatch.setenv("DAYTONA_API_URL", fake.url)
+        yield fake
+
+
+@pytest.fixture(scope="session")
+def fake_modal() -> Iterator[Any]:
+    """One for all tests, as the package keeps its first connection."""
+    _provider("modal")
+    from tests.fake_modal import FakeModal
+    from tests.machine import elsewhere
+
+    with elsewhere(FakeModal()) as fake, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODAL_SERVER_URL", fake.url)
+        patch.setenv("MODAL_TOKEN_ID", "ak-1")
+        patch.setenv("MODAL_TOKEN_SECRET", "as-1")
+        yield fake
+        modal = sys.modules.get("modal")
+        if modal is not None:
+            modal.Client.from_env().close()
+
+
+@pytest.fixture
+def modal_account(fake_modal: Any) -> Any:
+    """A fake of Modal, and an account there."""
+    fake_modal.created.clear()
+    fake_modal.asked.clear()
+    fake_modal.dockerfiles.clear()
+    return fake_modal
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Undo what an earlier test did to torch's thread count. Costs nothing when torch was never imported."""
@@ -81,6 +129,7 @@ def blocking() -> Iterator[BlockBuster]:
             # a module's first import reads its file, and so do tracebacks that show source lines
             function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
             function.can_block_in("linecache.py", {"checkcache", "updatecache"})
+            function.can_block_in("minirllm/sandboxes/daytona.py", {"there"})  # on a loop of the provider's package
         yield watch
 
 

@@ -41,11 +41,14 @@ ROWS = [
 # Outside packages and the only units that may import them.
 OUTSIDE = {
     "click": "cli commands options",
+    "aiohttp": "sandboxes",
     "datasets": "",  # tasks only
+    "daytona": "sandboxes",
     "docker": "sandboxes",
     "gguf": "models",
     "huggingface_hub": "models",
     "math_verify": "rewards",
+    "modal": "sandboxes",
     "peft": "linear policy",
     "rich": "log tools",
     "starlette": "server",
@@ -64,7 +67,7 @@ BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "r
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 7857  # lines of code, the count; the goal is 5,000, which is missed
+MAX_CORE = 7861  # lines of code, the count; the goal is 5,000, which is missed
 
 
 def sources() -> list[Path]:

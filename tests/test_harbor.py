@@ -211,7 +211,7 @@ def test_a_task_as_it_is_written() -> None:
     assert step.instruction.startswith("Write the word")
     assert (step.agent_seconds, step.verifier_seconds, dict(step.verifier_env)) == (60.0, 30.0, {"WANTED": "hello"})
     assert task.seconds == 150.0
-    limits = spec.spec(task.environment, "").limits
+    limits = spec.spec(task.environment, "", 60.0).limits
     assert (limits.memory, limits.disk, limits.cpus) == (256 * 2**20, 64 * 2**20, 1.0)
 
 

@@ -15,7 +15,8 @@ import pytest
 from minirllm.errors import ConfigError, SandboxError
 from minirllm.sandboxes import MIB, Limits, Spec, create
 from minirllm.sandboxes.docker import Docker
-from minirllm.sandboxes.engine import OWNER, SNAPSHOT, _cleared
+from minirllm.sandboxes.engine import SNAPSHOT, _cleared
+from minirllm.sandboxes.owner import OWNER
 
 pytestmark = pytest.mark.docker
 LIMITS = Limits(memory=128 * MIB, disk=16 * MIB, processes=32)

@@ -23,11 +23,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KINDS = [pytest.param(name, marks=pytest.mark.docker) if name == "docker" else name for name in sorted(SANDBOXES)]
+NEEDS = {"docker": "docker_image", "daytona": "daytona_account", "modal": "modal_account"}
 
 
 @pytest.fixture(params=KINDS)
 async def box(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
-    image = request.getfixturevalue("docker_image") if request.param == "docker" else ""
+    given = request.getfixturevalue(NEEDS[request.param]) if request.param in NEEDS else ""
+    image = given if request.param == "docker" else ""
     async with create(request.param, Spec(limits=LIMITS, image=image, env={"OWN": "of the sandbox"})) as sandbox:
         yield sandbox
 
@@ -151,7 +153,7 @@ async def test_a_snapshot_is_the_files_as_they_were(box: Sandbox) -> None:
                 pass
 
 
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "local-unsafe"])
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("local-unsafe", "daytona", "modal")])
 async def test_a_share_of_a_processor_is_all_that_is_given(name: str, request: pytest.FixtureRequest) -> None:
     if name == "local" and os.geteuid():
         pytest.skip("limits of a whole sandbox need root")

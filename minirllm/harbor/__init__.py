@@ -96,7 +96,7 @@ def _flow(tasks: list[HarborTask], config: Config) -> AgentFlow:
         raise TaskError("A Harbor task has no agent of its own: choose one, as in --harness oracle or --harness bash.")
     one = None if config.harness in BUILTIN else harness.find(config.harness)
     if one is not None:
-        harness.check_installed(one)
+        harness.check_installed(one, config.sandbox)
     agent = BUILTIN[config.harness] if one is None else program(one, config.harness_full)
     for task in tasks:
         check(task, config.sandbox)

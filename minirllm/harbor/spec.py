@@ -11,6 +11,7 @@ from minirllm.harbor.environment import Environment, connected, resolved
 from minirllm.harbor.task import MAIN, HarborTask
 from minirllm.sandboxes import MIB, Limits, Spec
 
+SLACK = 300.0  # seconds by which a sandbox elsewhere outlives what its task may take
 FOLDERS = 'for p in /logs/{agent,verifier,artifacts}; do mkdir -p $p && chmod 777 $p; done; mkdir -p "$1"'
 
 
@@ -22,6 +23,8 @@ def check(task: HarborTask, kind: str) -> None:
             raise TaskError(f"{where} needs {environment.other}, which no sandbox here has.")
         if environment.made_of and not sandboxes.kind(kind).images:
             raise TaskError(f"{where} needs {environment.made_of}, and the sandbox {kind} has no images: take docker.")
+        if environment.compose and not sandboxes.kind(kind).doors:
+            raise TaskError(f"{where} needs services, and none can run beside the sandbox {kind}: take docker.")
     phases = [mode for step in task.steps for mode in step.networks]
     if "allowlist" in (*phases, *(environment.network for environment in task.environments)):
         raise TaskError(f"{where} needs hosts on the network (network_mode), and sandboxes here have none.")
@@ -41,8 +44,8 @@ def check(task: HarborTask, kind: str) -> None:
         resolved(environment.env, f"{where}, [environment.env]")
 
 
-def spec(environment: Environment, where: str) -> Spec:
-    """The sandbox that is asked for."""
+def spec(environment: Environment, where: str, seconds: float) -> Spec:
+    """The sandbox that is asked for, by a task that may take so many seconds."""
     usual = Limits()
     limits = Limits(
         memory=int((environment.memory_mb or 0) * MIB) or usual.memory,
@@ -54,6 +57,7 @@ def spec(environment: Environment, where: str) -> Spec:
         build=environment.build,
         compose=environment.compose,
         build_seconds=environment.build_seconds,
+        lifetime=seconds + SLACK,
         limits=limits,
         env=resolved(environment.env, where),
         root=True,

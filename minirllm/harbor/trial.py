@@ -68,7 +68,7 @@ def recipe(task: HarborTask, boxes: Pool, needs: Spec = NOTHING, installed: tupl
             await box.upload(environment.files, cwd)
 
     files: tuple[Path, ...] = (environment.files,) if environment.files else ()
-    own = spec(environment, f"{task.name}: [environment.env]")
+    own = spec(environment, f"{task.name}: [environment.env]", task.seconds)
     own = replace(own, binds=needs.binds, forward=needs.forward)
     return boxes.recipe(own, prepare, (FOLDERS, environment.workdir, *files, *installed), f"task {task.name}")
 

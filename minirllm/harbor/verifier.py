@@ -25,7 +25,9 @@ async def graded(
 ) -> Graded:
     """Run the step's tests in a fresh sandbox, in which the artifacts in `folder` lie where they were."""
     assert step.verifier is not None
-    own = spec(step.verifier, f"{task.name}: [verifier.environment.env]")
+    own = spec(
+        step.verifier, f"{task.name}: [verifier.environment.env]", step.verifier_seconds + step.verifier.build_seconds
+    )
     own = replace(own, build_seconds=min(own.build_seconds, deadline.remaining()))
     try:
         async with asyncio.timeout(deadline.remaining()), sandboxes.create(kind, own) as box:

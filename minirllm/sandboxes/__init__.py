@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Spec:
     build: Path | None = None  # a folder with a Dockerfile, of which the image is built
     build_seconds: float = 600.0  # for having the image, built or fetched
     compose: Path | None = None  # a Compose file: the sandbox is its service `main`, the others run beside it
+    lifetime: float = 3600.0  # seconds after which a provider removes it, where it runs elsewhere
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)  # of every command
     forward: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a port inside -> (host, port) out here
@@ -111,6 +113,7 @@ class Sandbox(ABC):
     work = WORK  # where relative paths and commands begin
     images = False  # it can be made of an image
     contained = True  # all that is written in it is in its snapshots
+    doors = True  # ports and files of this machine can be shown in it: what agent programs need
     streams = False  # `carry_out` takes input and gives output piece by piece; else it gets and gives them whole
 
     def __init__(self, spec: Spec):
@@ -288,14 +291,19 @@ class NoSnapshot(SandboxError):
 
 
 SANDBOXES: dict[str, str] = {
+    "daytona": "minirllm.sandboxes.daytona:Daytona",
     "docker": "minirllm.sandboxes.docker:Docker",
     "local": "minirllm.sandboxes.local:Local",
     "local-unsafe": "minirllm.sandboxes.unsafe:Unsafe",
+    "modal": "minirllm.sandboxes.modal:Modal",
 }
+EXTRAS = ("daytona", "docker", "modal")  # packages of the same name
 
 
 def kind(name: str) -> type[Sandbox]:
     """The class of this name. Raises ConfigError when there is none."""
+    if name in EXTRAS and importlib.util.find_spec(name) is None:
+        raise ConfigError(f"The sandbox {name} needs a package that is not installed: pip install 'minirllm[{name}]'.")
     found: type[Sandbox] = find("sandbox", name, SANDBOXES)
     return found
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import BASH, WORK, Spec, engine
+from minirllm.sandboxes.owner import OWNER, owner
 
 MAIN = "main"
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"  # labels that Compose gives
@@ -128,7 +129,7 @@ class Project:
             raise self._refuse(f"has {', '.join(other)}, which a sandbox does not give")
         services = {name: self._service(name, given, rights) for name, given in model["services"].items()}
         self._main(services[MAIN], image)
-        owner = {engine.OWNER: engine.owner()}
+        mine = {OWNER: owner()}
         for name, volume in model.get("volumes", {}).items():
             if (volume or {}).get("driver_opts") or (volume or {}).get("external"):
                 raise self._refuse(f"volume {name} is none of its own")
@@ -140,12 +141,12 @@ class Project:
             for name, entry in model.get(kind, {}).items():
                 if "file" not in entry or not self._own(entry["file"]):
                     raise self._refuse(f"{kind} {name} is no file beside it")
-        shut = {"internal": True, "driver": "bridge", "driver_opts": NO_ADDRESS, "labels": owner}
+        shut = {"internal": True, "driver": "bridge", "driver_opts": NO_ADDRESS, "labels": mine}
         return {
             "name": self.name,
             "services": services,
             "networks": dict.fromkeys(model.get("networks", {}), shut),
-            "volumes": {name: {"labels": owner} for name in model.get("volumes", {})},
+            "volumes": {name: {"labels": mine} for name in model.get("volumes", {})},
             **{kind: model[kind] for kind in ("configs", "secrets") if kind in model},
         }
 
@@ -171,7 +172,7 @@ class Project:
             service["image"] = self._built(name, given["build"])
         memory = int(given.get("mem_limit") or own.get("memory") or limits.memory)
         return service | {
-            "labels": {**dict(given.get("labels", {})), engine.OWNER: engine.owner()}, "init": True,
+            "labels": {**dict(given.get("labels", {})), OWNER: owner()}, "init": True,
             "cap_drop": ["ALL"], "cap_add": rights, "security_opt": ["no-new-privileges"], "mem_limit": str(memory),
             "memswap_limit": str(memory), "pids_limit": int(given.get("pids_limit") or limits.processes + 1),
             "cpus": float(given.get("cpus") or own.get("cpus") or limits.cpus), "restart": "no",

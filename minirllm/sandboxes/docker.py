@@ -30,6 +30,7 @@ from minirllm.sandboxes import BASH, MIB, WORK, Command, Result, Sandbox, Spec, 
 from minirllm.sandboxes.cgroup import LAST, MOUNT, end, oom_kills
 from minirllm.sandboxes.compose import Project
 from minirllm.sandboxes.netns import Forward
+from minirllm.sandboxes.owner import OWNER, owner
 from minirllm.sandboxes.pipes import feed
 
 IMAGE = "python:3.12-slim"  # where none is asked for
@@ -101,7 +102,7 @@ class Docker(Sandbox):
             )  # fmt: skip
             self.container = self.api.create_container(
                 image, entrypoint=[BASH, "-c", "exec sleep infinity"], command=[], host_config=host,
-                working_dir=self.work, labels={engine.OWNER: engine.owner()}, hostname="sandbox",
+                working_dir=self.work, labels={OWNER: owner()}, hostname="sandbox",
             )["Id"]  # fmt: skip
         self._run()
 

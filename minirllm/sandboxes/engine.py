@@ -1,4 +1,4 @@
-"""Talking to a Docker engine: its client, an exec's raw connection, images, and who owns which container.
+"""Talking to a Docker engine: its client, an exec's raw connection, images, and whose containers are left behind.
 
 Owns: those. Does not know: sandboxes, commands.
 """
@@ -15,7 +15,6 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +25,11 @@ from docker.errors import APIError, DockerException, NotFound
 
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import NoSnapshot
+from minirllm.sandboxes.owner import OWNER, orphaned
 from minirllm.sandboxes.pipes import Kept
 from minirllm.sandboxes.trees import digest
 
-OWNER, SNAPSHOT = "minirllm.owner", "minirllm.snapshot"  # labels
+SNAPSHOT = "minirllm.snapshot"  # a label
 _building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _cleared: set[str] = set()  # engines whose orphans are gone
 
@@ -143,24 +143,6 @@ def built(
     return name
 
 
-@cache
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _began(pid: int) -> str:
-    """When a process began; empty when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def owner() -> str:
-    """This process, as no other will ever be called."""
-    return f"{_boot()}:{os.getpid()}:{_began(os.getpid())}"
-
-
 def clear(api: Any, host: str) -> None:
     """Remove the containers of processes of this machine that are no more. Once for each engine."""
     if host in _cleared:
@@ -171,8 +153,7 @@ def clear(api: Any, host: str) -> None:
         networks, volumes = api.networks(filters=filters), api.volumes(filters=filters)["Volumes"] or []
         owners = {found["Labels"][OWNER] for found in (*api.containers(all=True, filters=filters), *networks, *volumes)}
     for owner in owners:
-        boot, pid, began = [*owner.split(":"), "", ""][:3]
-        if boot == _boot() and pid.isdigit() and _began(int(pid)) != began:
+        if orphaned(owner):
             remove_all(api, [f"{OWNER}={owner}"])
 
 
