@@ -76,14 +76,14 @@ class _Slot:
     must not keep out the rollouts that they wait for."""
 
     def __init__(self, slots: asyncio.Semaphore):
-        self.slots, self.held = slots, False
+        self.slots, self.held, self._taking = slots, False, asyncio.Lock()
 
     async def take(self) -> None:
-        """Wait for one, unless it is held."""
-        if not self.held:
-            await self.slots.acquire()
-            self.leave()  # another call of the rollout was quicker
-            self.held = True
+        """Wait for one, unless it is held: calls at once of a rollout need one between them."""
+        async with self._taking:
+            if not self.held:
+                await self.slots.acquire()
+                self.held = True
 
     def leave(self) -> None:
         """Give it away, if it is held."""

@@ -20,6 +20,7 @@ from minirllm.client import chat
 from minirllm.config import Config, from_mapping
 from minirllm.errors import ConfigError
 from minirllm.log import read_metrics
+from minirllm.rollouts import _Slot
 from minirllm.store import EpisodeStore
 from minirllm.tools.replay import replay
 from minirllm.trainer import Trainer
@@ -175,8 +176,7 @@ def by_depth(folder: Path, step: int) -> dict[int, set[int]]:
 def test_partial_rollouts_go_on_with_newer_weights_whatever_the_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call of a conversation with each of the weights; fewer places than rollouts, so that waiting ones must give
-    theirs away."""
+    """One call of a conversation with each of the weights."""
     options = {"lag": 2, "partial_calls": 1, "steps": 5}
     quick = run(tmp_path, "quick", **options)
     monkeypatch.setenv("DELAY", "0.1")
@@ -231,3 +231,32 @@ def test_a_lag_that_outlasts_the_run_is_refused() -> None:
     validate(Config(lag=0, steps=1))
     with pytest.raises(ConfigError, match="partial_calls has no effect with lag = 0"):
         validate(Config(partial_calls=2))
+
+
+async def test_a_rollout_that_waits_for_weights_gives_its_place_to_another() -> None:
+    made, slots = asyncio.Event(), asyncio.Semaphore(1)
+
+    class Pacing:
+        def ready(self, depth: int) -> bool:
+            return made.is_set()
+
+        async def __call__(self, depth: int) -> int:
+            await made.wait()
+            return 7
+
+    first, second = _Slot(slots), _Slot(slots)
+    await first.take()
+    weights = first.around(Pacing())  # type: ignore[arg-type]
+    calls = [asyncio.create_task(weights(depth)) for depth in (1, 1)]  # at once
+    await asyncio.wait_for(second.take(), 60)
+    made.set()
+    await asyncio.sleep(0.01)
+    assert not any(call.done() for call in calls)  # the place is taken
+    second.leave()
+    assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [7, 7]  # both with one place
+    assert (first.held, second.held, slots.locked()) == (True, False, True)
+    assert await weights(1) == 7  # there is nothing to wait for
+    first.leave()
+    first.leave()
+    await slots.acquire()
+    assert slots.locked()  # there is one place, as before
