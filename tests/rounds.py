@@ -39,4 +39,3 @@ def score(task: Task, episode: Episode) -> EvalOutput:
     solver, judge = (sum(str(t.steps[0].output).encode()) for t in episode.trajectories)
     episode.trajectories[0].reward, episode.trajectories[1].reward = float(solver % 3 == 0), float(judge % 4 == 0)
     return EvalOutput(float(solver % 3 == 0), solver % 3 == 0)
-

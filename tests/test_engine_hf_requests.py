@@ -208,12 +208,12 @@ async def test_requests_to_several_versions_at_once_have_the_bits_of_each_alone(
             with torch.no_grad():
                 for parameter in policy.trainable().values():
                     parameter.mul_(1.01)
-        async with serving(policy) as engine:
-            apart = {}
-            for weights in (0, 1, None):
+        apart = {}
+        for weights in (0, 1, None):
+            async with serving(policy) as engine:  # it has cached nothing of other weights
                 for seed, prompt in enumerate(asked):
-                    engine.weights_changed()
                     apart[weights, seed] = await engine.generate(prompt, FREE, seed, weights=weights)
+        async with serving(policy) as engine:
             joined = await asyncio.gather(
                 *[engine.generate(asked[seed], FREE, seed, weights=weights) for weights, seed in apart]
             )
