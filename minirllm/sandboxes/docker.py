@@ -48,6 +48,7 @@ done
 """
 ROOT = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]  # capabilities, see `Spec.root`
 POLL = 0.25  # seconds between questions whether a command that keeps its outputs open has ended
+HEARD = 1.0  # seconds within which the engine has heard that a container's first process has ended
 BUILDERS = ThreadPoolExecutor(4, "image")
 
 
@@ -193,12 +194,20 @@ class Docker(Sandbox):
 
     async def carry_out(self, command: Command) -> Result:
         """See `Sandbox.carry_out`."""
+        call = _Call(self, command, uuid.uuid4().hex)
+        try:
+            return await self._call(call)
+        except SandboxError:
+            if call.begun or not await asyncio.to_thread(self._ends):
+                raise
+        return await self._call(_Call(self, command, uuid.uuid4().hex))
+
+    async def _call(self, call: _Call) -> Result:
         await asyncio.to_thread(self._revive)
         if self._forward.ports != self.spec.forward:
             await self._forward.close()
             self._forward = Forward(self.spec.forward)
             await self._forward.open(self.pid)
-        call = _Call(self, command, uuid.uuid4().hex)
         try:
             await asyncio.to_thread(call.create)
             return await call.run()
@@ -213,6 +222,15 @@ class Docker(Sandbox):
         if not alive:
             self._forward.ports = {}  # they were in a network that is no more
             self._run()
+
+    def _ends(self) -> bool:
+        """Is its first process just ending? The command before may have ended all that runs in it."""
+        until = time.monotonic() + HEARD
+        while running := self.api.inspect_container(self.container)["State"]["Running"]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        return not running
 
     def _group(self, pid: int, controller: str = "pids") -> Path | None:
         """The control group of a process of the container; None where it is not on this machine."""
@@ -240,6 +258,7 @@ class _Call:
         self.group: Path | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.oom_kills, self.over = 0, False
+        self.begun = False  # it runs, or has
 
     def create(self) -> None:
         """Prepare it."""
@@ -262,6 +281,7 @@ class _Call:
                 await asyncio.wait_for(reading, LAST)
             said = b"".join(map(bytes, outputs)).decode(errors="replace").strip()
             raise SandboxError(f"The command cannot be started: {said[-300:]}.")
+        self.begun = True
         feeding = asyncio.ensure_future(self._feed(self.writer))
         watching = asyncio.ensure_future(self._watch(reading))
         timed_out = False
