@@ -4,9 +4,11 @@
 PYTHON ?= python3
 BIN ?= .venv/bin
 BASELINES := benchmarks/baselines
+HARBOR ?= $(HOME)/.cache/minirllm/harbor-peer
+HARBOR_PYTHON ?= python3.12
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side peers-losses vllm-rate
+.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side peers-losses vllm-rate harbor-peer
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -116,6 +118,17 @@ vllm-rate: .venv-vllm/installed | $(BIN)/python
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	folder=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0.dist-info; \
 		mkdir -p $$folder && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$folder/METADATA
+	touch $@
+
+# Harbor's own reading of task directories beside ours. It gets an environment of its own, with Python 3.12 or newer.
+harbor-peer: $(HARBOR)/installed | $(BIN)/python
+	PYTHONPATH=. $(BIN)/python benchmarks/harbor_peer.py --harbor-python $(HARBOR)/venv/bin/python \
+		--out $(BASELINES)/harbor_peer.json
+
+$(HARBOR)/installed:
+	mkdir -p $(HARBOR)
+	$(HARBOR_PYTHON) -m venv --clear $(HARBOR)/venv
+	$(HARBOR)/venv/bin/python -m pip install --quiet harbor==0.26.0
 	touch $@
 
 # Known vulnerabilities of the pinned versions, by a tool in an environment of its own, which asks a database on the

@@ -124,7 +124,8 @@ def test_what_a_verifier_is_made_of(make: Any) -> None:
 
     made: list[Any] = []
     assert of("") is None
-    assert of("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\nworkdir = '/x'") is None
+    with pytest.raises(TaskError, match="environment_mode must be separate, or left out"):
+        of("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\nworkdir = '/x'")
     assert of("environment.workdir = '/e'\n" + SEPARATE) == ("", None, "/e", False)
     assert of("environment.docker_image = 'e:1'\n" + SEPARATE) == ("e:1", None, "", False)
     assert of("[verifier.environment]\nworkdir = '/v'") == ("", None, "/v", False)

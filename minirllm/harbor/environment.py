@@ -16,8 +16,7 @@ from typing import Any
 from minirllm.errors import TaskError
 from minirllm.harbor.toml import Table
 
-MIB = 2**20
-UNITS = {"": 1 / MIB, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  # in MiB
+UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}  # in MiB
 TEMPLATE = re.compile(r"\$\{(\w+)(?::-(.*?))?\}", re.DOTALL)
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
 NETWORKS = ("public", "no-network", "allowlist")
@@ -88,8 +87,8 @@ def environment(table: Table, place: Path, image: str) -> Environment:
         files=place if not (image or build or compose) and place.is_dir() else None,
         workdir=table.text("workdir"),
         cpus=table.number("cpus"),
-        memory_mb=table.number("memory_mb") if "memory_mb" in table else _size(table, "memory"),
-        storage_mb=table.number("storage_mb") if "storage_mb" in table else _size(table, "storage"),
+        memory_mb=_size(table, "memory"),
+        storage_mb=_size(table, "storage"),
         network=mode or "public",
         asks_network=bool(mode),
         env=table.strings("env"),
@@ -167,10 +166,14 @@ def _server(row: Table) -> tuple[str, dict[str, Any]]:
 
 
 def _size(table: Table, key: str) -> float | None:
-    """``"2G"`` in MiB."""
+    """In MiB: of ``key_mb``, or of ``key``, its older name, as in ``"2G"``. Where both are there they must agree."""
+    given = table.number(f"{key}_mb")
     if key not in table:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", table.text(key), re.IGNORECASE)
+        return given
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([KMG])\s*", table.text(key), re.IGNORECASE)
     if match is None:
-        raise table.wrong(key, 'a size such as "2G"')
-    return float(match[1]) * UNITS[match[2].upper()]
+        raise table.wrong(key, 'a size such as "2G", "512M" or "4096K"')
+    size = float(int(float(match[1]) * UNITS[match[2].upper()]))
+    if given not in (None, size):
+        raise table.wrong(key, f"the same as {key}_mb, {given:g}")
+    return size

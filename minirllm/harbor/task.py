@@ -21,6 +21,7 @@ from minirllm.harbor.toml import Table
 SCHEMAS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAIN = "main"  # the service that is the sandbox itself
+CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)  # by which copies in training data are told
 VERIFIER_SECONDS, HOOK_SECONDS = 600.0, 60.0
 
 
@@ -172,6 +173,10 @@ def _verifier(top: Table, own: Table, folder: Path, name: str) -> tuple[Environm
         if mode not in ("", "shared", "separate"):
             raise table.wrong("environment_mode", "shared or separate")
         if mode or "environment" in table:
+            if mode == "shared" and "environment" in table:
+                raise table.wrong(
+                    "environment_mode", "separate, or left out, where there is an [environment] beside it"
+                )
             if mode == "shared":
                 return None, False
             break
@@ -233,11 +238,13 @@ def _step(top: Table, own: Table, folder: Path, name: str) -> Step:
 
 
 def _instruction(path: Path) -> str:
-    """Its text without the comments at its top by which copies in training data are told."""
+    """Its text without the comments, and the empty lines, at its top."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path} cannot be read: {error}.") from None
-    while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
+    while lines and CANARY.fullmatch(lines[0].strip()):
+        lines.pop(0)
+    while lines and not lines[0].strip():
         lines.pop(0)
     return "".join(lines)
