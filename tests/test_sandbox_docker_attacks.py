@@ -73,6 +73,8 @@ async def test_nothing_of_the_machine_is_had(box: Docker, tmp_path: Path, monkey
         ("for i in {1..9}; do (setsid python3 -c 'import os, time; os.fork() and os._exit(0); os.setsid(); "
          "time.sleep(999)' > /dev/null 2>&1 &); done; sleep 1", 60.0, ""),
         ("kill -9 -1", 60.0, ""),
+        ("yes", 60.0, "flooded"),
+        ("yes >&2 & yes", 60.0, "flooded"),
     ],
 )  # fmt: skip
 async def test_whatever_it_does_ends_with_its_command(box: Docker, attack: str, timeout: float, how: str) -> None:

@@ -295,6 +295,8 @@ class _Call:
         finally:
             feeding.cancel()
             watching.cancel()
+            if reading.done():
+                self.close()  # nobody reads the rest, which would keep the engine waiting
             await asyncio.shield(asyncio.to_thread(self.end))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reading, LAST)
@@ -356,6 +358,6 @@ class _Call:
             return 137 if code is None else code, self.box._oom_kills() > self.oom_kills
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Let go of the connection, and of what it still holds."""
         if self.writer is not None:
-            self.writer.close()
+            self.writer.transport.abort()
