@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
 from minirllm.grouping import Member, compare, has_signal, members
 from minirllm.standing import NOTHING, Means, Standing
-from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, unfold
+from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, shares, unfold
 from minirllm.types import Episode, Step
 
 Version = int | Callable[[Episode, Step], int]  # of the weights which sample a call, or any
@@ -89,7 +89,8 @@ def build(
         for member in part:
             rollouts = by_task.setdefault(member.episode.task_id, {})
             rollouts.setdefault(id(member.episode), []).append(member)
-        own = [f for rollouts in by_task.values() for f in _forests(list(rollouts.values()), config, version)]
+        limit, merged = config.micro_batch_tokens, partial(_forest, version=version)
+        own = [f for task in by_task.values() for f in shares(list(task.values()), merged, len, limit)]
         batch.parts.append(pack(own, config))
         forests += own
     if targets is not None:
@@ -196,20 +197,6 @@ def _targets(members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray] | None:
                 member.targets[call], at = at, at + step.response_length
                 found.append(step.targets)
     return tuple(map(np.concatenate, zip(*found, strict=True))) if found else None  # type: ignore[return-value]
-
-
-def _forests(rollouts: list[list[Member]], config: Config, version: Version) -> list[Forest]:
-    """One task's rollouts as one forest, or as the fewest even shares of them that fit micro_batch_tokens.
-
-    Each share repeats the prompt. A single rollout that does not fit stays whole.
-    """
-    forests = [_forest(rollouts, version)]
-    shares = -(-len(forests[0]) // config.micro_batch_tokens)
-    while len(forests) < len(rollouts) and max(map(len, forests)) > config.micro_batch_tokens:
-        edges = np.linspace(0, len(rollouts), min(shares, len(rollouts)) + 1).astype(int).tolist()
-        forests = [_forest(rollouts[a:b], version) for a, b in pairwise(edges)]
-        shares += 1
-    return forests
 
 
 def _forest(rollouts: Sequence[Sequence[Member]], version: Version) -> Forest:

@@ -17,34 +17,28 @@ import numpy as np
 import torch
 
 from minirllm import batch
-from minirllm.algorithms import Algorithm
+from minirllm.ahead import History
 from minirllm.algorithms.objective import kl
-from minirllm.batch import Batch, Version
+from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.grouping import COST
 from minirllm.policy import Policy
-from minirllm.standing import NOTHING, Standing
-from minirllm.tree import Forest, Spans, TokenTree, merge
+from minirllm.trainer import Trainer
+from minirllm.tree import Forest, Spans, merge, shares
 from minirllm.types import Episode
 
 
-async def build(
-    episodes: Sequence[Episode],
-    policy: Policy,
-    config: Config,
-    algorithm: Algorithm,
-    version: Version,
-    standing: Standing = NOTHING,
-) -> Batch:
-    """`batch.build`. The metric ``kl_reference``, if the reward was charged, is the mean of a token."""
-    costs = await charge(episodes, policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
-    learned = batch.build(episodes, config, algorithm, version, standing)
-    learned.metrics |= costs
+async def build(step: int, episodes: Sequence[Episode], trainer: Trainer, history: History) -> Batch:
+    """`batch.build` for `step`, with the metrics of the KL and of the weights that sampled its episodes."""
+    config, standing = trainer.config, history.sampling(step).standing
+    costs = await charge(episodes, trainer.policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
+    learned = batch.build(episodes, config, trainer.algorithm, history.version, standing)
+    learned.metrics |= costs | history.staleness(episodes)
     return learned
 
 
 async def charge(episodes: Sequence[Episode], policy: Policy, config: Config) -> dict[str, float]:
-    """Writes to each step what its tokens cost. Returns the metric."""
+    """Writes to each step what its tokens cost. Returns the metric ``kl_reference``, the mean of a token."""
     by_task: dict[str, list[Episode]] = {}
     for episode in sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx)):
         if episode.reward is not None:
@@ -52,21 +46,13 @@ async def charge(episodes: Sequence[Episode], policy: Policy, config: Config) ->
     total, count = 0.0, 0
     for graded in by_task.values():
         left = iter(graded)
-        for forest, spans in _shares([episode.tree for episode in graded], config.micro_batch_tokens):
+        trees, limit = [episode.tree for episode in graded], config.micro_batch_tokens
+        for forest, spans in shares(trees, merge, lambda share: len(share[0]), limit):
             kl_T = await policy.run(_kl, policy, forest, config)
             total, count = total + float(kl_T.sum()), count + int(forest.trained_T.sum())
             for found, episode in zip(spans, left, strict=False):
                 _write(episode, found, config.kl_beta * kl_T)
     return {"kl_reference": total / count} if count else {}
-
-
-def _shares(trees: Sequence[TokenTree], limit: int) -> list[tuple[Forest, list[Spans]]]:
-    """One task's rollouts as one forest, or halved until each has at most `limit` tokens or one rollout."""
-    forest, spans = merge(trees)
-    if len(forest) <= limit or len(trees) == 1:
-        return [(forest, spans)]
-    half = len(trees) // 2
-    return _shares(trees[:half], limit) + _shares(trees[half:], limit)
 
 
 def _kl(policy: Policy, forest: Forest, config: Config) -> np.ndarray:

@@ -143,10 +143,8 @@ class _Run:
         """What to learn from. A token that cannot be traced or scored ends the run, what it learned before is saved."""
         try:
             taught = await self.stack.teach(episodes)
-            version, standing = self.history.version, self.history.sampling(step).standing
-            parts = (self.trainer.policy, self.trainer.config, self.trainer.algorithm, version, standing)
-            learned = await penalty.build(episodes, *parts)
-            learned.metrics |= taught | self.history.staleness(episodes)
+            learned = await penalty.build(step, episodes, self.trainer, self.history)
+            learned.metrics |= taught
             return learned
         except (LedgerError, TeacherError) as error:
             if step > 1:

@@ -12,14 +12,17 @@ those at `parent_T[t]`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
 from minirllm.types import Completion
 
+R = TypeVar("R")
+B = TypeVar("B")
 ROOT = -1  # the parent of a first token, and of a node that holds one
 _SAMPLED = ("logprobs", "temperature", "weight_version", "call_id", "aborted")  # fields that only sampled nodes have
 _UNTRAINED = {
@@ -311,6 +314,18 @@ _DTYPES: dict[str, type] = {
 def _nodes(starts: Sequence[int], ends: Sequence[int], parents: Sequence[int]) -> dict[str, np.ndarray]:
     named = {"node_start_N": starts, "node_end_N": ends, "node_parent_N": parents}
     return {name: np.array(values, np.int64) for name, values in named.items()}
+
+
+def shares(rollouts: Sequence[R], built: Callable[[Sequence[R]], B], size: Callable[[B], int], limit: int) -> list[B]:
+    """What is built of one task's rollouts: of all together, or of the fewest even shares of them that have at most
+    `limit` tokens each. A share repeats the prompt. A single rollout that is larger stays whole."""
+    found = [built(rollouts)]
+    count = -(-size(found[0]) // limit)
+    while len(found) < len(rollouts) and max(map(size, found)) > limit:
+        edges = np.linspace(0, len(rollouts), min(count, len(rollouts)) + 1).astype(int).tolist()
+        found = [built(rollouts[a:b]) for a, b in pairwise(edges)]
+        count += 1
+    return found
 
 
 def concatenate(forests: Sequence[Forest]) -> Forest:

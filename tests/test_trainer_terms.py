@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minirllm import checkpoint, penalty
+from minirllm.ahead import History
 from minirllm.algorithms import create
 from minirllm.batch import build
 from minirllm.trainer import Trainer
@@ -134,8 +135,11 @@ async def test_the_kl_in_the_reward_steers_too_and_a_skipped_step_does_not(make_
     options = {"lora_rank": 4, "kl_beta": 0.1, "kl_in": "reward", "kl_target": 1e-4}
     policy = await asyncio.to_thread(make_policy, **options)
     episodes = sampled_group(policy, [1.0, 0.0])
-    trainer = Trainer(policy, policy.config, GRPO)
-    batch = await penalty.build(episodes, policy, trainer.config, GRPO, policy.version)
+    trainer, history = Trainer(policy, policy.config, GRPO), History(policy, policy.config)
+    await history.add(0)
+    for episode in episodes:
+        episode.metadata["step"] = 1
+    batch = await penalty.build(1, episodes, trainer, history)
     await trainer.update(batch)
     assert trainer.config.kl_beta == pytest.approx(0.1 * 1.02)
     batch.forests[0].advantage_T[batch.forests[0].trained_T] = math.nan

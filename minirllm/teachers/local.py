@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from minirllm.errors import CheckpointError, ConfigError, TeacherError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.teachers import OWN, Reading, Scores
-from minirllm.tree import TokenTree, merge
+from minirllm.tree import TokenTree, merge, shares
 from minirllm.types import Completion
 
 Rollouts = Sequence[Sequence[Reading]]
@@ -108,23 +108,15 @@ class Local:
             if longest > (most := self.policy.max_positions):
                 raise TeacherError(f"it reads {most} tokens, and a call has {longest} of its own: lower max_context")
             found |= {reading.id: Scores.none(k) for rollout in rollouts for reading in rollout}
-            answered = [[reading for reading in rollout if reading.answer] for rollout in rollouts]
-            for share in self._shares([rollout for rollout in answered if rollout]):
-                found |= await self.student.run(self._score, share, k)
+            answered = [said for rollout in rollouts if (said := [reading for reading in rollout if reading.answer])]
+            for share in shares(answered, _tree, lambda share: share[0].num_tokens, self.limit):
+                found |= await self.student.run(self._score, *share, k)
         return found
 
-    def _shares(self, rollouts: Rollouts) -> Iterator[Rollouts]:
-        """Halves of halves, until each fits a micro-batch or is one rollout."""
-        if len(rollouts) > 1 and _tree(rollouts)[0].num_tokens > self.limit:
-            half = len(rollouts) // 2
-            yield from self._shares(rollouts[:half])
-            yield from self._shares(rollouts[half:])
-        elif rollouts:
-            yield rollouts
-
-    def _score(self, rollouts: Rollouts, k: int) -> dict[str, Scores]:
-        """One forest."""
-        tree, ends = _tree(rollouts)
+    def _score(self, tree: TokenTree, ends: dict[str, int], k: int) -> dict[str, Scores]:
+        """Of the readings that `ends` names. Without any there is nothing to compute."""
+        if not ends:
+            return {}
         forest, (spans,) = merge([tree])
         logprob_N, likely = self.policy.likely(forest, k, self.base)
         columns = [tensor.cpu().numpy() for tensor in (logprob_N, likely.id_NK, likely.logprob_NK)]

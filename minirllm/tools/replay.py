@@ -302,11 +302,9 @@ class _Replay:
         trainer, row = self.held.trainer, self.run.rows[step]
         try:
             episodes = await asyncio.to_thread(self.run.episodes, step)
-            version, standing = self.held.history.version, self.held.history.sampling(step).standing
             taught = await self.held.stack.teach(episodes)
-            parts = (trainer.policy, trainer.config, trainer.algorithm, version, standing)
-            learned = await penalty.build(episodes, *parts)
-            learned.metrics |= taught | self.held.history.staleness(episodes)
+            learned = await penalty.build(step, episodes, trainer, self.held.history)
+            learned.metrics |= taught
         except LedgerError as error:
             raise Differs(step, "its episodes", "trained on", f"refused: {error}") from None
         metrics = await trainer.update(learned)
