@@ -34,6 +34,7 @@ from minirllm.config import Config
 from minirllm.diagnostics import episode_metrics
 from minirllm.errors import LedgerError
 from minirllm.grouping import Member, compare, has_signal, members
+from minirllm.returns import means
 from minirllm.standing import NOTHING, Means, Standing
 from minirllm.tree import Forest, Node, Spans, TokenTree, concatenate, merge, shares, unfold
 from minirllm.types import Episode, Step
@@ -131,7 +132,7 @@ def select(
     for member in every:
         if member.episode.task_id in beyond and member.episode.id not in why:
             member.fate = "surplus"
-    batch.means = filters.means((m.group, m.reward) for m in part), filters.solved(episodes)
+    batch.means = means((m.group, m.reward) for m in part), filters.solved(episodes)
     batch.metrics |= counts | filters.metrics(episodes, why, beyond)
     for part in _parts(learned, config):
         _weigh(part, config)

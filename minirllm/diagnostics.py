@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minirllm.returns import mean_signals
+from minirllm.returns import mean_signals, means
 from minirllm.types import Episode
 
 #: What sessions and rollouts counted in ``Episode.metrics`` that a step's metrics add up.
@@ -50,9 +50,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     if graded:
         metrics |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
-    for reason in sorted({episode.termination_reason.value for episode in graded}):
-        mean = np.mean([e.reward for e in graded if e.termination_reason.value == reason])
-        metrics[f"reward_by_end/{reason}"] = float(mean)
+    by_end = means((e.termination_reason.value, e.reward) for e in graded if e.reward is not None)
+    metrics |= {f"reward_by_end/{reason}": mean for reason, mean in sorted(by_end.items())}
     why = Counter(episode.termination_reason.value for episode in episodes if episode.reward is None)
     metrics |= {f"ungraded/{reason}": float(count) for reason, count in sorted(why.items())}
     metrics |= _variety(episodes)
@@ -127,9 +126,5 @@ def _hacking(before: Mapping[str, float], now: Mapping[str, float]) -> str:
 
 def _mean(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of every number, over the rows that have it and in which it is finite."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, int | float) and np.isfinite(value):
-                found.setdefault(name, []).append(float(value))
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    numbers = ((name, value) for row in rows for name, value in row.items() if isinstance(value, int | float))
+    return means((name, value) for name, value in numbers if np.isfinite(value))

@@ -8,11 +8,12 @@ A choice among episodes goes by their order, of rollouts in a task and of tasks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from minirllm.config import Config, nearest
 from minirllm.errors import ConfigError
+from minirllm.returns import means
 from minirllm.types import Episode, TerminationReason
 
 PLACE = "place"  # in an episode's metadata: of its task among those of the step
@@ -70,14 +71,6 @@ def surplus(episodes: Sequence[Episode], signal: Collection[str], config: Config
 def solved(episodes: Sequence[Episode]) -> dict[str, float]:
     """Of each task the share of its graded rollouts that was correct."""
     return means((episode.task_id, episode.is_correct) for episode in episodes if episode.reward is not None)
-
-
-def means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The mean of each key's values."""
-    found: dict[str, list[float]] = {}
-    for key, value in values:
-        found.setdefault(key, []).append(value)
-    return {key: sum(own) / len(own) for key, own in found.items()}
 
 
 def metrics(episodes: Sequence[Episode], why: Mapping[str, str], beyond: Collection[str]) -> dict[str, float]:

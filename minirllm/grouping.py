@@ -21,6 +21,7 @@ from minirllm.algorithms import Algorithm, Group, credit, objective, roles
 from minirllm.config import Config, find
 from minirllm.errors import ConfigError, UserError
 from minirllm.flow import Users
+from minirllm.returns import means
 from minirllm.standing import Standing
 from minirllm.store import plain
 from minirllm.types import Episode, Step, Trajectory
@@ -99,10 +100,8 @@ def compare(
             if member.fate in ("trained", "no_signal"):
                 member.fate = "too_small" if small else "trained" if signal or stays else "no_signal"
     metrics = {"groups": float(len(groups)), **{f"groups_{kind}": float(count) for kind, count in kinds.items()}}
-    by_name: dict[str, list[float]] = {}
-    for member in every:
-        by_name.setdefault(member.trajectory.name, []).append(member.reward)
-    metrics |= {f"reward/{name}": float(np.mean(rewards)) for name, rewards in by_name.items()}
+    by_name = means((member.trajectory.name, member.reward) for member in every)
+    metrics |= {f"reward/{name}": mean for name, mean in by_name.items()}
     metrics |= {f"absent/{name}": 1.0 for name in roles.names(config) if every and name not in by_name}
     if config.credit == "trajectory":  # the calls' own rewards are not looked at
         rewarded = sum(bool(step.reward) for member in every for step in member.calls.values())

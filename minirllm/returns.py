@@ -1,7 +1,7 @@
 """What agents and evaluators may return, checked: whatever a user's function gives is right, or named in one sentence.
 
-Owns: `as_episode`, `verdict`, `trajectory_rewards`, `step_values`, `mean_signals`. Does not know: how the
-functions are found, run or timed.
+Owns: `as_episode`, `verdict`, `trajectory_rewards`, `step_values`, and means of what they gave. Does not
+know: how the functions are found, run or timed.
 """
 
 from __future__ import annotations
@@ -143,8 +143,12 @@ def _finite(value: Any, what: str) -> float:
 
 def mean_signals(episodes: Iterable[Episode]) -> dict[str, float]:
     """Each signal's mean over the episodes that have it, by name."""
-    signals: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.signals.items():
-            signals.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(signals.items())}
+    return dict(sorted(means(signal for episode in episodes for signal in episode.signals.items()).items()))
+
+
+def means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The mean of each name's values, in the order in which names first come."""
+    found: dict[str, list[float]] = {}
+    for name, value in values:
+        found.setdefault(name, []).append(float(value))
+    return {name: sum(own) / len(own) for name, own in found.items()}

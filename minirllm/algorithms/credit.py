@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group
+from minirllm.algorithms import Algorithm, Group, refuse
 from minirllm.config import Config, find
 from minirllm.errors import ConfigError
 
@@ -43,10 +43,10 @@ def of(config: Config) -> Credit:
 def validate(config: Config, algorithms: Sequence[Algorithm]) -> None:
     """Raises ConfigError for options without effect, and for a credit or a baseline that an algorithm cannot have."""
     of(config)
-    if config.credit == "trajectory" and config.discount != Config.discount:
-        raise ConfigError("discount has no effect with credit = trajectory: set credit = returns, or leave it out.")
-    if config.credit != "gigpo" and config.state_weight != Config.state_weight:
-        raise ConfigError(f"state_weight has no effect with credit = {config.credit}: it is gigpo's, leave it out.")
+    if config.credit == "trajectory":
+        refuse("credit = trajectory", config, "discount")
+    if config.credit != "gigpo":
+        refuse(f"credit = {config.credit}", config, "state_weight")
     grouped = [_is_relative(algorithm, config) for algorithm in algorithms]
     if config.credit == "gigpo" and not all(grouped):
         raise ConfigError(

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from minirllm.algorithms import Algorithm, Loss, Tokens, per_sequence_sum
+from minirllm.algorithms import Algorithm, Loss, Tokens, per_sequence_sum, refuse
 from minirllm.config import Config
 from minirllm.errors import ConfigError
 
@@ -47,15 +47,11 @@ def without_reward(config: Config) -> bool:
 
 def validate(config: Config) -> None:
     """Raises ConfigError for options of the loss that have no effect with the others."""
-    default = Config()
+    if config.kl_beta == 0:
+        refuse("kl_beta = 0", config, "kl_in", "kl_estimator", "kl_target")
+    if correction(config) == "off":
+        refuse(f"correction = {config.correction}", config, "correction_cap")
     for wrong, sentence in (
-        *(
-            (
-                config.kl_beta == 0 and getattr(config, name) != getattr(default, name),
-                f"{name} has no effect with kl_beta = 0: set kl_beta, or leave {name} out.",
-            )
-            for name in ("kl_in", "kl_estimator", "kl_target")
-        ),
         (
             config.kl_estimator == "k1" and config.kl_in == "loss",
             "kl_estimator = k1 teaches nothing as a loss, its gradient is zero on average: set kl_in = reward, or k3.",
@@ -72,11 +68,6 @@ def validate(config: Config) -> None:
             config.mini_batches > config.batch_size,
             f"mini_batches are made of whole tasks, of which batch_size = {config.batch_size} gives a step no more, "
             f"got {config.mini_batches}: lower it.",
-        ),
-        (
-            correction(config) == "off" and config.correction_cap != default.correction_cap,
-            f"correction_cap has no effect with correction = {config.correction}: set correction to token, sequence "
-            "or mask, or leave correction_cap out.",
         ),
         (
             correction(config) == "sequence" and config.packing == "paths",
