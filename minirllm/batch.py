@@ -111,9 +111,7 @@ def build(
     return batch
 
 
-def select(
-    episodes: Sequence[Episode], config: Config, algorithm: Algorithm, standing: Standing = NOTHING
-) -> Batch:
+def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, standing: Standing = NOTHING) -> Batch:
     """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     batch = Batch(metrics=episode_metrics(episodes))

@@ -80,32 +80,32 @@ class Config:
         "grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce, gpg, prpo, reinforce_pp, reinforce_pp_baseline, or "
         "module:attr; distill: see `minirllm distill`",
     )
-    roles: str = option("", "algorithms of trajectories by their name, as in solver=grpo,judge=reinforce")
-    group_by: str = option("task", "what a group has in common: task (and name), or module:attr -> text")
-    credit: str = option("trajectory", "trajectory, returns (step rewards), gigpo (states), or module:attr")
-    baseline: Literal["group", "task"] = option("group", "task: the running mean of a task's rewards (reinforce)")
-    discount: float = option(1.0, "credit: what a later reward is worth one call earlier", 0.0, 1.0)
+    roles: str = option("", "roles with an algorithm of their own, by name: solver=grpo,judge=reinforce")
+    group_by: str = option("task", "who is compared: trajectories of one task and name (task), or module:attr")
+    credit: str = option("trajectory", "to a call: its trajectory's advantage, returns, gigpo, or module:attr")
+    baseline: Literal["group", "task"] = option("group", "task: less the mean of earlier steps (reinforce)")
+    discount: float = option(1.0, "returns, gigpo: what a reward is worth one call earlier", 0.0, 1.0)
     state_weight: float = option(1.0, "gigpo: weight of the advantage among calls that saw the same state", 0.0)
     # which of a step's rollouts are learned from
-    min_group_size: int = option(1, "groups with fewer graded trajectories are left out", 1)
-    drop_reasons: str = option("", "episodes that ended so are left out, as in max_turns_exceeded; comma-separated")
-    spare_rollouts: int = option(0, "rollouts more of each task: the first group_size that are graded are taken", 0)
-    spare_tasks: int = option(0, "tasks more in each step: the first batch_size that have a signal are taken", 0)
-    refill: int = option(0, "at most so many rounds more, of the next tasks for those without a signal", 0)
+    min_group_size: int = option(1, "groups with fewer graded trajectories are not learned from", 1)
+    drop_reasons: str = option("", "episodes that ended so are left out: max_turns_exceeded, ...; comma-separated")
+    spare_rollouts: int = option(0, "extra rollouts of each task: learn from the first group_size that were graded", 0)
+    spare_tasks: int = option(0, "extra tasks in each step: learn from the first batch_size with a signal", 0)
+    refill: int = option(0, "run other tasks in place of those without a signal, in at most so many rounds", 0)
     # which tasks are taken
     curriculum: Literal["off", "learnable", "unsolved"] = option(
-        "off", "drawn by solve rate p: learnable by p (1 - p), unsolved by 1 - p"
+        "off", "off: each once an epoch; else drawn by solve rate p: learnable by p (1 - p), unsolved by 1 - p"
     )
     solve_rate_low: float = option(0.0, "tasks with a lower running solve rate are passed over", 0.0, 1.0)
     solve_rate_high: float = option(1.0, "tasks with a higher running solve rate are passed over", 0.0, 1.0)
-    running_rate: float = option(0.5, "how much a step counts in the running means of its tasks", 0.01, 1.0)
+    running_rate: float = option(0.5, "how much a step counts in those rates and means (1 = it alone)", 0.01, 1.0)
     # the update
     inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
     mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")
     clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
-    dual_clip: float = option(0.0, "a bad token costs at most so many times its advantage (0 = off, else above 1)", 0.0)
+    dual_clip: float = option(0.0, "a bad token costs at most its advantage times this (0 = off, else above 1)", 0.0)
     correction: Literal["auto", "off", "token", "sequence", "mask"] = option(
         "auto",
         "weight of what another policy sampled, up to correction_cap: each token's, or its trajectory's (sequence), or "

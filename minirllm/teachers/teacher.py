@@ -5,7 +5,7 @@ advantages and targets, the figures of a step. Does not know: how a teacher comp
 
 The advantage of a sampled token is the teacher's log-probability minus the student's: a policy gradient with it
 descends the reverse KL(student || teacher) on what the student itself does (arXiv 2306.13649; Thinking Machines,
-On-Policy Distillation, 2025). With ``teacher_top_k`` its distribution is the target, see `head.Head.divergence`.
+On-Policy Distillation, 2025). With ``teacher_top_k`` its distribution is the target, see `head.Head.score`.
 
 A teacher reads what the student read, token by token, where it has the student's tokenizer. One with another tokenizer
 reads the same messages in its own chat template, and what the student said in its own tokens (align.py). A privileged
