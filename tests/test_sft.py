@@ -177,8 +177,10 @@ async def _ids(row: Row, it: Renderer) -> list[int]:
     return tree.ids(len(tree.nodes) - 1)
 
 
-async def test_options_of_rewards_are_refused(tmp_path: Path) -> None:
-    for option, value in {"kl_beta": 0.1, "algorithm": "rloo", "group_size": 4, "temperature": 0.5}.items():
+async def test_options_of_rollouts_and_rewards_are_refused(tmp_path: Path) -> None:
+    refused = {"kl_beta": 0.1, "algorithm": "rloo", "group_size": 4, "temperature": 0.5}
+    refused |= {"partial_calls": 2, "sandbox": "local", "retries": 3, "matcher": "a:b", "eval_tasks": 8}
+    for option, value in refused.items():
         config = Config(**{**TINY.to_dict(), option: value})
         with pytest.raises(ConfigError, match=f"{option} has no effect with sft"):
             await sft.train(rows_file(tmp_path, ROWS), config)

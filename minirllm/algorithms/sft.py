@@ -10,15 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from minirllm.algorithms import Group, Loss, Tokens, refuse
-from minirllm.config import Config
+from minirllm.config import FIELDS, Config
 
-WITHOUT_EFFECT = (
-    "algorithm", "roles", "group_size", "lag", "temperature", "max_tokens", "norm_std", "inner_epochs",
-    "mini_batches", "clip_low", "clip_high", "dual_clip", "correction", "correction_cap", "kl_beta", "kl_in",
-    "kl_estimator", "kl_target", "entropy_bonus", "overlong_buffer", "mask_truncated", "loss_aggregation", "group_by",
-    "credit", "discount", "state_weight", "min_group_size", "drop_reasons", "spare_rollouts", "spare_tasks", "refill",
-    "teacher", "teacher_model", "teacher_tokenizer", "teacher_top_k", "privileged", "baseline", "curriculum",
-    "solve_rate_low", "solve_rate_high", "running_rate",
+WITH_EFFECT = (
+    "model", "max_context", "history", "tool_syntax", "date", "provider", "base_url", "key_env", "steps", "batch_size",
+    "seed", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip", "lora_rank", "lora_alpha", "lora_targets",
+    "gradient_checkpointing", "micro_batch_tokens", "packing", "engine", "determinism", "slots", "prefill_chunk",
+    "threads", "device", "eval_every", "save_every", "keep_checkpoints", "runs_dir", "run", "trackers",
 )  # fmt: skip
 
 
@@ -26,8 +24,8 @@ class SFT:
     """Cross-entropy; every token of every answer weighs the same."""
 
     def validate(self, config: Config) -> None:
-        """Raises ConfigError for the options of sampling and of rewards."""
-        refuse("sft", config, *WITHOUT_EFFECT)
+        """Raises ConfigError for the options of rollouts and of rewards."""
+        refuse("sft", config, *(name for name in FIELDS if name not in WITH_EFFECT))
 
     def advantages(self, groups: Sequence[Group], config: Config) -> list[np.ndarray]:
         """Ones: whatever is given is good."""
