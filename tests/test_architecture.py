@@ -59,6 +59,7 @@ OUTSIDE = {
     "transformers": "attention models policy",
     "uvicorn": "server",
     "wandb": "trackers",
+    "yaml": "sandboxes",
 }
 
 # where a rollout becomes data, where a request becomes an error response, where a grader does in its own process or in

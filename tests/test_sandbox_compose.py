@@ -214,6 +214,7 @@ async def test_images_of_services_are_built_and_main_can_be_a_snapshot(docker_im
         ({}, {"secrets": ["key"]}, {"secrets": {"key": {"file": "/etc/shadow"}}}, "secrets key is no file beside it"),
         ({}, {"build": "/etc"}, {}, "builds service db of /etc, which does not lie beside it"),
         ({"image": 3}, {}, {}, "cannot be used"),
+        ({}, {"image": "", "build": "./absent"}, {}, "absent is no folder: no image can be built of it"),
     ],
 )  # fmt: skip
 async def test_what_would_lead_out_is_refused(
@@ -223,6 +224,49 @@ async def test_what_would_lead_out_is_refused(
         async with box(docker_image, file(main, db, **top)):
             pass
     assert await asyncio.to_thread(left) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'services: {main: {"env\\x5ffile": /etc/passwd}}',
+        "services:\n  main:\n    ? env_file # x\n    : /etc/passwd\n",
+        "x-k: &a env_file\nservices:\n  main:\n    *a : /etc/passwd\n",
+        "services: {}\n---\nservices: {main: {env_file: /etc/passwd}}\n",
+        "[" * 5000, "\0", "services: [", "\ufeffservices: {main: {env_file: x}}",
+    ],
+)  # fmt: skip
+async def test_no_writing_hides_that_it_reads_other_files(docker_image: str, file: Any, text: str) -> None:
+    own = file()
+    own.write_text(text)
+    with pytest.raises(SandboxError, match=r"reads other files \(env_file\)|cannot be used: "):
+        async with box(docker_image, own):
+            pass
+
+
+async def test_variables_are_those_of_the_sandbox_and_reach_nothing_else(
+    docker_image: str, file: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", "secret")
+    hard = """it's $HOME "q" \\n \\\\ é
+    `x` #"""
+    own = file({"environment": {"HARD": "${HARD}", "AUTH": "${DOCKER_AUTH_CONFIG}", "BESIDE": "${BESIDE}"}})
+    (own.parent / ".env").write_text("BESIDE=file\nHARD=no\n")
+    config = tmp_path / "config" / "cli-plugins" / "docker-compose"
+    config.parent.mkdir(parents=True)
+    config.write_text("#!/bin/sh\ntouch ${0%/*}/ran\nexit 1\n")
+    config.chmod(0o755)
+    env = {"HARD": hard, "no.name": "x", "DOCKER_CONFIG": str(tmp_path / "config"), "LD_PRELOAD": "/absent.so"}
+    async with box(docker_image, own, env=env) as made:
+        done = await made.execute(("/usr/bin/printenv", "HARD", "AUTH", "BESIDE"), timeout=10)
+    assert done.stdout == f"{hard}\n\nfile\n"
+    assert not (config.parent / "ran").exists()
+
+
+async def test_no_service_has_processes_without_a_limit(docker_image: str, file: Any) -> None:
+    async with box(docker_image, file(db={"pids_limit": -1})) as made:
+        forks = await (await made.service("db")).run("for i in {1..100}; do sleep 50 & done", timeout=20)
+        assert "Resource temporarily unavailable" in forks.stderr
 
 
 async def test_who_cannot_is_said(docker_image: str, file: Any, monkeypatch: pytest.MonkeyPatch) -> None:

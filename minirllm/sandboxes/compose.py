@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from minirllm.errors import SandboxError
 from minirllm.sandboxes import BASH, WORK, Spec, engine
 from minirllm.sandboxes.owner import OWNER, owner
@@ -39,8 +41,9 @@ KEPT = {
 READ = {"build", "cap_add", "cpus", "deploy", "mem_limit", "pids_limit"}
 LEFT_OUT = {"attach", "cap_drop", "container_name", "develop", "logging", "mem_reservation", "mem_swappiness",
             "memswap_limit", "ports", "profiles", "pull_policy", "restart", "security_opt", "ulimits"}  # fmt: skip
-OTHER_FILES = re.compile(r"""\b(env_file|extends|include)["']?\s*:""")
-PASSED = ("HOME", "PATH")  # of this process's variables, to the program
+OTHER_FILES = {"env_file", "extends", "include", "label_file"}
+PASSED = ("DOCKER_CONFIG", "HOME", "PATH")  # of this process's variables, to the program that reads the file
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # of a variable in the file
 NO_ADDRESS = {"com.docker.network.bridge.inhibit_ipv4": "true"}  # of this machine on a bridge
 
 
@@ -54,9 +57,8 @@ class Project:
 
     def up(self, image: str, rights: list[str]) -> str:
         """Start all services, `main` of this image if given, and wait until they are well. Returns main's container."""
-        text = self.file.read_text(encoding="utf-8", errors="replace")
-        if found := OTHER_FILES.search(text):
-            raise self._refuse(f"reads other files ({found[1]}): put their content into it")
+        if found := self._keys() & OTHER_FILES:
+            raise self._refuse(f"reads other files ({', '.join(sorted(found))}): put their content into it")
         folder = Path(tempfile.mkdtemp(prefix="minirllm-compose-"))
         try:
             main: dict[str, Any] = {"command": [BASH, "-c", "exec sleep infinity"]}
@@ -65,12 +67,13 @@ class Project:
             base = {"services": {MAIN: main}}
             files = [folder / "base.json", self.file]
             files[0].write_text(json.dumps(base))
-            model = json.loads(self._compose(files, "config", "--format", "json"))
+            own = {name: os.environ[name] for name in PASSED if name in os.environ}
+            model = json.loads(self._compose(own, files, self._variables(folder), "config", "--format", "json"))
             (folder / "project.json").write_text(json.dumps(self._held(model, image, rights)))
-            seconds = max(1, int(self.spec.build_seconds))
-            self._compose(
-                [folder / "project.json"], "up", "--detach", "--wait", "--wait-timeout", str(seconds), "--quiet-pull"
-            )
+            own |= {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
+            limit = str(max(1, int(self.spec.build_seconds)))
+            up = ("up", "--detach", "--wait", "--wait-timeout", limit, "--quiet-pull")
+            self._compose(own, [folder / "project.json"], [Path(os.devnull)], *up)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._check_up()
@@ -101,17 +104,43 @@ class Project:
     def _refuse(self, why: str) -> SandboxError:
         return SandboxError(f"{self.file} {why}.")
 
-    def _compose(self, files: Iterable[Path], *arguments: str) -> str:
+    def _keys(self) -> set[str]:
+        """All keys of the file, however they are written."""
+        keys, seen = set[str](), set[int]()
+        try:
+            nodes: list[Any] = [*yaml.compose_all(self.file.read_bytes(), yaml.SafeLoader)]
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            raise self._refuse(f"cannot be used: {' '.join(str(error).split())}") from None
+        while nodes:
+            node = nodes.pop()
+            if id(node) in seen:  # an alias leads back to its anchor
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.MappingNode):
+                keys |= {str(key.value) for key, _ in node.value}
+                nodes += [each for pair in node.value for each in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                nodes += node.value
+        return keys
+
+    def _variables(self, folder: Path) -> list[Path]:
+        """Files of the variables that the file may name: not those of the program, which some would lead astray."""
+        limits = self.spec.limits
+        given = {"CPUS": f"{limits.cpus:g}", "MEMORY": f"{limits.memory}b", "CONTEXT_DIR": str(self.file.parent)}
+        given = {name: re.sub(r'([\\"$])', r"\\\1", value) for name, value in {**self.spec.env, **given}.items()}
+        made, beside = folder / "variables", self.file.parent / ".env"
+        made.write_text("".join(f'{name}="{value}"\n' for name, value in given.items() if NAME.fullmatch(name)))
+        return [*([beside] if beside.is_file() and self._own(str(beside)) else []), made]
+
+    def _compose(self, env: Mapping[str, str], files: Iterable[Path], variables: Iterable[Path], *words: str) -> str:
         """What `docker compose` says. Raises SandboxError."""
-        own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_") or name in PASSED}
-        beside = str(self.file.parent)
-        limits = {"CONTEXT_DIR": beside, "CPUS": f"{self.spec.limits.cpus:g}", "MEMORY": f"{self.spec.limits.memory}b"}
-        command = [*program(os.environ.get("PATH", "")), "--project-name", self.name, "--project-directory", beside]
-        for file in files:
-            command += ["--file", str(file)]
+        command = [*program(os.environ.get("PATH", "")), "--project-name", self.name]
+        command += ["--project-directory", str(self.file.parent), "--progress", "quiet"]
+        for flag, paths in (("--file", files), ("--env-file", variables)):
+            command += [part for path in paths for part in (flag, str(path))]
         try:
             done = subprocess.run(
-                [*command, *arguments], env={**self.spec.env, **limits, **own, "DOCKER_HOST": self.host},
+                [*command, *words], env={**env, "DOCKER_HOST": self.host},
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
                 timeout=self.spec.build_seconds + 10.0,
             )  # fmt: skip
@@ -171,10 +200,11 @@ class Project:
         if "build" in given:
             service["image"] = self._built(name, given["build"])
         memory = int(given.get("mem_limit") or own.get("memory") or limits.memory)
+        processes = int(given.get("pids_limit") or own.get("pids") or 0)  # -1: as many as it likes
         return service | {
             "labels": {**dict(given.get("labels", {})), OWNER: owner()}, "init": True,
             "cap_drop": ["ALL"], "cap_add": rights, "security_opt": ["no-new-privileges"], "mem_limit": str(memory),
-            "memswap_limit": str(memory), "pids_limit": int(given.get("pids_limit") or limits.processes + 1),
+            "memswap_limit": str(memory), "pids_limit": processes if processes > 0 else limits.processes + 1,
             "cpus": float(given.get("cpus") or own.get("cpus") or limits.cpus), "restart": "no",
             "ulimits": {"core": 0, "fsize": limits.disk},
         }  # fmt: skip

@@ -125,6 +125,8 @@ def built(
     target: str | None = None,
 ) -> str:
     """The image of a folder with a Dockerfile, by a name that only these files have. Built once."""
+    if not context.is_dir():
+        raise SandboxError(f"{context} is no folder: no image can be built of it.")
     state = sha256(json.dumps([dockerfile, dict(args), target, digest(context)]).encode())
     name = f"minirllm/build:{state.hexdigest()[:24]}"
     with _building[name]:
