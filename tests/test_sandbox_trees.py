@@ -192,6 +192,14 @@ async def test_what_is_no_archive_of_ours_is_said_in_a_sentence(data: bytes, pro
         await send()
 
 
+def test_a_tree_that_is_too_deep_to_be_read_or_removed_is_refused(tmp_path: Path) -> None:
+    for name in ("d/" * 1500 + "f", "d/" * 100 + "f"):
+        with pytest.raises(tarfile.TarError, match="more than 100 folders in each other"):
+            unpack(io.BytesIO(archive((name, b"x"))), tmp_path, 100)
+    unpack(io.BytesIO(archive(("./" + "d/" * 99 + "f", b"x"))), tmp_path, 100)
+    assert (tmp_path / ("d/" * 99) / "f").read_bytes() == b"x"
+
+
 def test_a_sparse_file_that_says_it_is_huge_is_left_out(tmp_path: Path) -> None:
     pax = {"GNU.sparse.major": "0", "GNU.sparse.minor": "0", "GNU.sparse.size": str(2**45), "GNU.sparse.name": "huge"}
     pax |= {"GNU.sparse.numblocks": "1", "GNU.sparse.map": "0,1"}

@@ -28,6 +28,7 @@ from minirllm.sandboxes.pipes import Sink
 
 PIECE = 2**18
 MAX_HEADER = 2**20  # bytes of all that says what one member is
+DEPTH = 100  # folders in each other: those who read or remove a tree go into each
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 INTO = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -249,8 +250,11 @@ class _Tree:
 
 
 def _parts(name: str) -> list[str] | None:
-    """The folders and the file that a member's name is made of; None when it leads up."""
+    """The folders and the file that a member's name is made of; None when it leads up. Raises TarError when it leads
+    too far down."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
+    if len(parts) > DEPTH:
+        raise tarfile.TarError(f"it has more than {DEPTH} folders in each other")
     return None if ".." in parts else parts
 
 
