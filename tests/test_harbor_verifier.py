@@ -180,6 +180,15 @@ async def test_agent_and_verifier_are_the_users_that_the_task_names(make: Any, d
 
 
 @pytest.mark.docker
+async def test_an_agent_that_replaces_programs_is_graded_all_the_same(make: Any, docker_image: str) -> None:
+    toml = f'environment.docker_image = "{docker_image}"\nartifacts = ["/tmp/own"]\n' + SEPARATE
+    lies = "echo x > /tmp/own; cd /usr/bin && rm stat && printf '#!/bin/bash\\necho many\\n' > stat && chmod 755 stat"
+    found = await tried(make(toml), does(lies), kind="docker")
+    assert [(each["source"], each["status"]) for each in found["manifest"]][1] == ("/tmp/own", "failed")
+    assert found["harbor"]["reward"] == 1.0
+
+
+@pytest.mark.docker
 async def test_a_verifier_built_of_the_tests(make: Any, docker_image: str) -> None:
     toml = 'artifacts = ["/app"]\nverifier = {environment_mode = "separate", user = "agent"}\n'
     toml += f'environment.docker_image = "{docker_image}"'

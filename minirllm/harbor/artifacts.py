@@ -91,7 +91,7 @@ async def _copied(
         data = await place.read(artifact.source)
         await asyncio.to_thread(_write, target, data, int(mode, 8) & 0o777)
         return entry | {"type": "file", "exclude": []}
-    except (SandboxError, OSError) as error:
+    except (SandboxError, OSError, ValueError) as error:  # ValueError: an agent may have another stat in its place
         logger.debug("the artifact %s cannot be kept: %s", artifact.source, error)
         return entry | {"status": "failed"}
 
