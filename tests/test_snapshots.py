@@ -243,6 +243,20 @@ def test_what_the_command_cannot_do_is_said_in_a_sentence() -> None:
     assert kept.records() == []
 
 
+@pytest.mark.parametrize("hours", ["nan", "inf", "1e9", "0", "-1"])
+def test_hours_are_those_that_a_date_can_be_told_of(hours: str) -> None:
+    made = run("create", str(FIXTURES / "plain"), "--sandbox", "local", "--ttl-hours", hours, code=2)
+    assert "not above 0 and at most 876000" in made
+    assert kept.records() == []
+
+
+def test_a_record_of_a_kind_that_is_no_more_is_in_nobodys_way() -> None:
+    kept.Record("0" * 32, "gone.package:Box", "1", "", "of old", 0, 1.0, 2.0).write()
+    assert "of old" in run("list")
+    assert "made in" in run("create", str(FIXTURES / "plain"), "--sandbox", "local")
+    run("renew", kept.records()[-1].key)
+
+
 def test_a_run_begins_with_what_the_command_made() -> None:
     task = flow.load_task(FIXTURES / "plain")
     run("create", str(FIXTURES / "plain"), "--sandbox", "local")

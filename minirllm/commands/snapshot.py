@@ -11,7 +11,16 @@ from minirllm.commands import module, prepare
 from minirllm.errors import UserError
 from minirllm.options import chosen, flags
 
-HOURS = click.option("--ttl-hours", type=click.FloatRange(0, min_open=True), default=168.0, show_default=True,
+LONGEST = 876_000  # hours: a hundred years
+
+
+def _hours(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not 0 < value <= LONGEST:  # nor is it no number
+        raise click.BadParameter(f"{value:g} is not above 0 and at most {LONGEST}.")
+    return value
+
+
+HOURS = click.option("--ttl-hours", type=float, default=168.0, show_default=True, callback=_hours,
                      help="How long to keep it.")  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from minirllm.errors import SandboxError
+from minirllm.errors import SandboxError, UserError
 from minirllm.files import cache_root, write_whole
 from minirllm.sandboxes import NoSnapshot, Sandbox, Spec, create, kind
 from minirllm.sandboxes.trees import digest
@@ -166,7 +166,7 @@ async def sweep() -> None:
     """Remove what has expired and is not in use, as far as that can be."""
     for record in await asyncio.to_thread(records):
         if record.expired:
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(UserError):  # its kind may be there no more
                 await discard(record.key, only_expired=True)
 
 
