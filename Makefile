@@ -120,10 +120,12 @@ vllm-rate: .venv-vllm/installed | $(BIN)/python
 		mkdir -p $$folder && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$folder/METADATA
 	touch $@
 
-# Harbor's own reading of task directories beside ours. It gets an environment of its own, with Python 3.12 or newer.
+# Harbor's own reading of task directories beside ours; a run of its agent Terminus-2 at our endpoint. It gets an environment of its own, with Python 3.12 or newer.
 harbor-peer: $(HARBOR)/installed | $(BIN)/python
 	PYTHONPATH=. $(BIN)/python benchmarks/harbor_peer.py --harbor-python $(HARBOR)/venv/bin/python \
 		--out $(BASELINES)/harbor_peer.json
+	PYTHONPATH=. $(BIN)/python benchmarks/peers/harbor_terminus.py --harbor $(HARBOR)/venv/bin/harbor \
+		--out $(BASELINES)/harbor_terminus.json
 
 $(HARBOR)/installed:
 	mkdir -p $(HARBOR)
