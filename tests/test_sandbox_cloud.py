@@ -16,7 +16,7 @@ from minirllm.errors import ConfigError, SandboxError, TaskError, UserError
 from minirllm.harbor import spec, trial
 from minirllm.harbor.agents import nop, oracle
 from minirllm.harbor.task import read
-from minirllm.sandboxes import MIB, Limits, NoSnapshot, Sandbox, Spec, create, owner, remote
+from minirllm.sandboxes import MIB, Limits, NoSnapshot, Sandbox, Spec, create, owner, remote, supervisor
 from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig
 
@@ -174,6 +174,11 @@ async def test_a_long_command_is_asked_after(name: str, box: Sandbox, monkeypatc
 async def test_a_program_that_ends_all_others_ends_no_sandbox(box: Sandbox) -> None:
     assert (await box.run("kill -9 -1", timeout=10)).exit_code == 137
     assert (await box.run("echo alive", timeout=10)).stdout == "alive\n"
+
+
+@pytest.mark.parametrize("said", ["a 0 0 0 1 2", "0 0 0 0 1 1\nA\nA", "\u00e9 0 0 0 0 0\nA\nA", "0 0"])
+def test_a_report_that_a_program_wrote_is_none(said: str) -> None:
+    assert supervisor.read(f"minirllm id {said}", "id") is None
 
 
 async def test_daemons_end_with_their_command(box: Sandbox) -> None:

@@ -185,8 +185,11 @@ def read(said: str, id: str) -> Report | None:
         raise SandboxError(f"A command cannot be started in the sandbox: {' '.join(words[1:])[-300:]}.")
     if len(words) != 6:
         return None
-    code = NO_FOLDER if words[0] == "cwd" else int(words[0])
-    late, flooded, oom, *sizes = map(int, words[1:])
-    outputs = tuple(base64.b64decode(part.rstrip(".")) for part in rest[:2])
+    try:
+        code = NO_FOLDER if words[0] == "cwd" else int(words[0])
+        late, flooded, oom, *sizes = map(int, words[1:])
+        outputs = tuple(base64.b64decode(part.rstrip(".")) for part in rest[:2])
+    except ValueError:  # a program may write where the script does
+        return None
     whole = (outputs[0], outputs[1]) if len(outputs) == 2 and tuple(map(len, outputs)) == tuple(sizes) else None
     return Report(code, bool(late), bool(flooded), oom > 0, (sizes[0], sizes[1]), whole)
