@@ -63,7 +63,7 @@ async def _run(hooks: Sequence[Hook], place: Sandbox) -> None:
         except SandboxError as error:
             failure = str(error)
         if failure:
-            logger.warning("the collect hook %r failed: %s", hook.command, failure)
+            logger.warning("the collect hook %.80r failed: %s", hook.command, failure[:300])
 
 
 async def _copied(
