@@ -271,6 +271,14 @@ def test_a_limit_that_means_no_limit_is_refused(limits: dict[str, Any]) -> None:
         Limits(**limits)
 
 
+async def test_a_disk_without_room_for_the_sandbox_itself_is_said() -> None:
+    if os.geteuid():
+        pytest.skip("without root no limit of all files")
+    with pytest.raises(SandboxError, match=r"own files cannot be made: No space left on device\."):
+        async with create("local", Spec(limits=Limits(disk=10_000))):
+            pass
+
+
 async def test_a_closed_sandbox_runs_nothing(box: Sandbox) -> None:
     await box.close()
     await box.close()

@@ -104,7 +104,10 @@ class Local(OnDisk):
             options = f"size={limits.disk},nr_inodes={limits.files},mode=755,nosuid,nodev"
             _command("mount", "-t", "tmpfs", "-o", options, "sandbox", str(self.folder))
             self.cgroup.make(limits.memory + limits.disk, limits.processes, limits.cpus)
-        self._fill()
+        try:
+            self._fill()
+        except OSError as error:
+            raise SandboxError(f"The sandbox's own files cannot be made: {error.strerror}.") from None
 
     def _claim(self, base: Path) -> int:
         for number in range(1, PLACES + 1):
