@@ -165,6 +165,16 @@ async def test_a_start_that_is_cancelled_or_late_leaves_nothing(docker_image: st
         assert await asyncio.to_thread(left) == NOTHING
 
 
+async def test_a_start_that_fails_halfway_leaves_nothing(docker_image: str, file: Any) -> None:
+    """One service is refused by the engine while it still makes the other."""
+    for _ in range(4):
+        with pytest.raises(SandboxError, match=r"cannot be used: .*CPUs"):
+            async with box(docker_image, file(db={"cpus": -1})):
+                pass
+    await asyncio.sleep(0.5)
+    assert await asyncio.to_thread(left) == NOTHING
+
+
 async def test_what_a_killed_process_leaves_is_removed(docker_image: str, file: Any) -> None:
     def orphan() -> None:
         command = [sys.executable, "-c", HOLD, docker_image, str(file())]

@@ -57,6 +57,20 @@ async def test_there_is_no_network_no_capability_and_no_way_to_more(box: Docker)
     assert (await box.run("kill -9 1; sleep 0.2; echo alive", timeout=10)).stdout == "alive\n"
 
 
+async def test_an_end_that_is_cancelled_is_an_end_all_the_same(docker_image: str) -> None:
+    for seconds in (0.0, 0.05):
+        one = Docker(Spec(image=docker_image, limits=LIMITS))
+        await one.start()
+        ending = asyncio.create_task(one.close())
+        await asyncio.sleep(seconds)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        assert (one.api, one.running) == (None, False)
+        client = docker.from_env()
+        assert client.containers.list(all=True, filters={"label": OWNER}) == []
+        client.close()
+
+
 async def test_users_are_apart_and_root_is_above_them_only_where_that_is_asked_for(docker_image: str) -> None:
     secret = "umask 077; mkdir /tmp/own && echo mine > /tmp/own/file; (setsid sleep 3456 > /dev/null 2>&1 &)"
     for root in (False, True):

@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -44,6 +45,7 @@ LEFT_OUT = {"attach", "cap_drop", "container_name", "develop", "logging", "mem_r
 OTHER_FILES = {"env_file", "extends", "include", "label_file"}
 PASSED = ("DOCKER_CONFIG", "HOME", "PATH")  # of this process's variables, to the program that reads the file
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # of a variable in the file
+LATE = 1.0  # seconds for which the engine may go on making what a program that failed had asked it for
 NO_ADDRESS = {"com.docker.network.bridge.inhibit_ipv4": "true"}  # of this machine on a bridge
 
 
@@ -54,6 +56,7 @@ class Project:
         assert spec.compose is not None
         self.api, self.host, self.spec, self.file = api, host, spec, spec.compose
         self.name = f"minirllm-{uuid.uuid4().hex[:16]}"
+        self.starting = False
 
     def up(self, image: str, rights: list[str]) -> str:
         """Start all services, `main` of this image if given, and wait until they are well. Returns main's container."""
@@ -73,7 +76,9 @@ class Project:
             own |= {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
             limit = str(max(1, int(self.spec.build_seconds)))
             up = ("up", "--detach", "--wait", "--wait-timeout", limit, "--quiet-pull")
+            self.starting = True
             self._compose(own, [folder / "project.json"], [Path(os.devnull)], *up)
+            self.starting = False
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._check_up()
@@ -100,6 +105,9 @@ class Project:
     def down(self) -> None:
         """Remove everything of it."""
         engine.remove_all(self.api, [f"{PROJECT}={self.name}"])
+        if self.starting:
+            time.sleep(LATE)
+            engine.remove_all(self.api, [f"{PROJECT}={self.name}"])
 
     def _refuse(self, why: str) -> SandboxError:
         return SandboxError(f"{self.file} {why}.")

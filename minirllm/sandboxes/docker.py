@@ -122,16 +122,22 @@ class Docker(Sandbox):
 
     async def close(self) -> None:
         """See `Sandbox.close`."""
-        await self._forward.close()
-        if self.container:
+        try:
+            await self._forward.close()
+        finally:
             container, self.container = self.container, ""
-            await asyncio.to_thread(engine.remove, self.api, container)
-        if self.project is not None:
-            project, self.project = self.project, None
-            await to_end(project.down)
-        if self.api is not None:
-            api, self.api = self.api, None
-            await asyncio.to_thread(api.close)
+            if self.api is not None:
+                await to_end(self._remove, self.api, container)
+
+    def _remove(self, api: Any, container: str) -> None:
+        try:
+            if self.project is not None:
+                self.project.down()
+            elif container:
+                engine.remove(api, container)
+        finally:
+            api.close()
+            self.api = None
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`. Its image has the label minirllm.snapshot."""
