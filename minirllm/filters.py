@@ -80,6 +80,18 @@ def metrics(episodes: Sequence[Episode], why: Mapping[str, str], beyond: Collect
     return found | ({"tasks_surplus": float(len(beyond))} if beyond else {})
 
 
+def nothing_left(groups: int, graded: int, small: int, config: Config) -> str:
+    """Why they left nothing of a step's graded episodes to learn from, and what to do; empty when they did not."""
+    if not groups:
+        left = f"All {graded} graded answers were left out (drop_reasons = {config.drop_reasons})"
+        return f"{left}, so nothing was learned: name fewer reasons."
+    if small < groups:
+        return ""
+    lower = "lower min_group_size, or " if config.min_group_size > 2 else ""
+    few = f"Each of the {groups} groups has fewer than {max(2, config.min_group_size)} graded trajectories"
+    return f"{few}, so nothing was learned: {lower}raise --group-size."
+
+
 def sentences(row: Mapping[str, Any]) -> list[str]:
     """What a step's line says of all that."""
     told = [f"{row[name]:.0f} left out that ended by {name[8:]}" for name in row if name.startswith("dropped/")]

@@ -159,7 +159,9 @@ def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm,
             shown = [Group(np.array(values_G), np.array(tokens_G, np.int64), role) for values_G, tokens_G in values]
             return algorithm.advantages(shown, config)
 
-        found = share([[_path(member, config, before) for member in group] for group in batch], compared, config)
+        paths = [[_path(member, config, before) for member in group] for group in batch]
+        with Users(f"credit {config.credit}: "):
+            found = share(paths, compared, config)
         for group, advantages in zip(batch, found, strict=True):
             for member, value_K in zip(group, advantages, strict=True):
                 assert value_K.shape == (len(member.calls),), f"{value_K} for {len(member.calls)} calls"

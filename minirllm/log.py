@@ -262,7 +262,7 @@ def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
 def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
     """Why a step had nothing to learn from and what to do, in plain sentences; empty when it had something."""
     groups, graded = _count(row, "groups"), _count(row, "episodes") - _count(row, "ungraded")
-    if row.get("groups") is None or _count(row, "groups_with_signal"):
+    if row.get("groups") is None or _count(row, "groups_with_signal") or _count(row, "trained_tokens"):
         return ""
     look = f"`minirllm show {run}` prints some."
     if graded <= 0:
@@ -275,12 +275,13 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
         return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
     if config.teacher or config.group_size == 1:
         return AGREED if config.teacher else ALONE
+    if sentence := filters.nothing_left(groups, graded, _count(row, "groups_too_small"), config):
+        return sentence
     if _count(row, "groups_too_hard") == groups:
         sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."
         if _count(row, "truncated") * 2 > _count(row, "calls"):
-            return (
-                f"{sentence} {_count(row, 'truncated')} were cut off at {config.max_tokens} tokens: raise --max-tokens."
-            )
+            cut = f"{_count(row, 'truncated')} were cut off at {config.max_tokens} tokens"
+            return f"{sentence} {cut}: raise --max-tokens."
         if _count(row, "malformed_tool_calls") * 2 > _count(row, "calls"):
             return f"{sentence} {_count(row, 'malformed_tool_calls')} had tool calls that could not be parsed: {look}"
         return f"{sentence} Easier tasks, examples in the prompt or a larger --group-size help; {look}"

@@ -58,7 +58,8 @@ class Trainer:
         algorithm.validate(config)
         if effective_temperature(config.temperature) == 0:
             raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
-        # `config.kl_beta` is the KL's weight as it is now: `kl_target` steers it
+        # `config.kl_beta` is the KL's weight as it is now: `kl_target` steers it from what the options have
+        self.kl_beta = config.kl_beta
         self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
         self.step = 0
         self.problem = ""  # one sentence about the last update when it was skipped, else empty
@@ -195,7 +196,8 @@ class Trainer:
         """AdamW's state by ``entry/parameter``, and the plain numbers. With the weights, this is all there is."""
         states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
         tensors = {f"{entry}/{name}": value.detach() for name in states for entry, value in states[name].items()}
-        return tensors, {"step": self.step, "version": self.policy.version, "kl_beta": self.config.kl_beta}
+        steered = {"kl_beta": self.config.kl_beta, "kl_beta_from": self.kl_beta}
+        return tensors, {"step": self.step, "version": self.policy.version, **steered}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
         """What `state_dict` returned. Raises KeyError or ValueError when it belongs to other parameters."""
@@ -209,7 +211,7 @@ class Trainer:
         self.optimizer.state.clear()
         self.optimizer.state.update(loaded)
         self.step, self.policy.version = numbers["step"], numbers["version"]
-        if self.config.kl_target:
+        if self.config.kl_target and numbers["kl_beta_from"] == self.kl_beta:  # else it begins at another
             self.config = replace(self.config, kl_beta=numbers["kl_beta"])
 
 

@@ -103,6 +103,7 @@ def test_rewards_of_calls_that_are_not_looked_at_are_said():
         ({"credit": "gigpo", "roles": "judge=reinforce"}, "credit = gigpo compares within groups"),
         ({"group_by": "answers"}, "There is no group_by 'answers': use task, or module:attr"),
         ({"group_by": "tests.test_credit:TALKS"}, "is not a function"),
+        ({"credit": "tests.test_credit:TALKS"}, "is not a function"),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_is_refused(options, message):

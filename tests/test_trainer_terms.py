@@ -131,6 +131,17 @@ def test_a_steered_kl_goes_on_where_a_checkpoint_left_it(make_policy, tmp_path):
     assert resumed.config.kl_beta == trainer.config.kl_beta == pytest.approx(0.5 * 1.02**2)
 
 
+@pytest.mark.parametrize("before", [{"kl_beta": 0.5, "kl_target": 1e-4}, {}])
+def test_a_run_resumed_with_another_kl_beta_is_steered_from_that(make_policy, tmp_path, before):
+    policy = make_policy(lora_rank=4, **before)
+    trainer = Trainer(policy, policy.config, GRPO)
+    asyncio.run(trainer.update(build(sampled_group(policy, [1.0, 0.0]), policy.config, GRPO, 0)))
+    checkpoint.save(tmp_path, 1, policy, trainer, {})
+    resumed = Trainer(policy, replace(policy.config, kl_beta=0.2, kl_target=1e-4), GRPO)
+    checkpoint.load(tmp_path / "step_000001", policy, resumed)
+    assert resumed.config.kl_beta == 0.2
+
+
 async def test_the_kl_in_the_reward_steers_too_and_a_skipped_step_does_not(make_policy):
     options = {"lora_rank": 4, "kl_beta": 0.1, "kl_in": "reward", "kl_target": 1e-4}
     policy = await asyncio.to_thread(make_policy, **options)

@@ -37,6 +37,8 @@ CREDITS = {name: f"minirllm.algorithms.credit:{name}" for name in ("trajectory",
 def of(config: Config) -> Credit:
     """The way of a run. Raises ConfigError when there is none of this name."""
     found: Credit = find("credit", config.credit, CREDITS)
+    if not callable(found):
+        raise ConfigError(f"credit {config.credit!r} is not a function (groups, compare, config) -> advantages.")
     return found
 
 
