@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 from minirllm import batch
 from minirllm.algorithms import Algorithm
@@ -56,8 +57,10 @@ class Plan:
         return (more if self.config.refill else {}) | ({"tasks_passed_over": float(self.passed)} if self.passed else {})
 
     def _missing(self, episodes: Sequence[Episode]) -> int:
-        """How many tasks with a signal these lack."""
-        found = batch.select(episodes, self.config, self.algorithm, self.standing)
+        """How many tasks with a signal these lack, by their rewards alone: the KL that an update takes from them comes
+        later, and is on disk of a step that is run again."""
+        plain = replace(self.config, kl_beta=0.0)
+        found = batch.select(episodes, plain, self.algorithm, self.standing)
         return self.config.batch_size - len(found.signal)
 
     def _jobs(self, task: Task) -> list[Job]:

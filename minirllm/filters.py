@@ -80,12 +80,16 @@ def metrics(episodes: Sequence[Episode], why: Mapping[str, str], beyond: Collect
     return found | ({"tasks_surplus": float(len(beyond))} if beyond else {})
 
 
-def nothing_left(groups: int, graded: int, small: int, config: Config) -> str:
+def nothing_left(row: Mapping[str, Any], graded: int, config: Config) -> str:
     """Why they left nothing of a step's graded episodes to learn from, and what to do; empty when they did not."""
+    groups = int(row["groups"])
     if not groups:
         left = f"All {graded} graded answers were left out (drop_reasons = {config.drop_reasons})"
         return f"{left}, so nothing was learned: name fewer reasons."
-    if small < groups:
+    if row.get("groups_with_signal"):
+        cut = f"All that could be learned from was cut off at {config.max_tokens} tokens (mask_truncated)"
+        return f"{cut}, so nothing was learned: raise --max-tokens."
+    if row.get("groups_too_small", 0) < groups:
         return ""
     lower = "lower min_group_size, or " if config.min_group_size > 2 else ""
     few = f"Each of the {groups} groups has fewer than {max(2, config.min_group_size)} graded trajectories"

@@ -68,7 +68,7 @@ def members(episode: Episode, config: Config) -> list[Member]:
         claimed |= calls.keys()
         tokens = sum(step.response_length for step in calls.values())
         cut = config.mask_truncated and any(step.finish_reason == "length" for step in calls.values())
-        reward -= sum(step.metadata.get(COST, 0.0) for step in calls.values())
+        reward -= sum(step.metadata.get(COST, 0.0) for step in calls.values()) if objective.in_reward(config) else 0.0
         reward -= _overlong(max((step.response_length for step in calls.values()), default=0), config)
         member = Member(episode, trajectory, float(reward), calls, tokens, "truncated" if cut else "trained")
         member.role = roles.number(trajectory.name, config)

@@ -262,7 +262,7 @@ def _ledger(row: Mapping[str, Any], level: str) -> list[str]:
 def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
     """Why a step had nothing to learn from and what to do, in plain sentences; empty when it had something."""
     groups, graded = _count(row, "groups"), _count(row, "episodes") - _count(row, "ungraded")
-    if row.get("groups") is None or _count(row, "groups_with_signal") or _count(row, "trained_tokens"):
+    if row.get("groups") is None or row.get("trained_tokens", row.get("groups_with_signal")):
         return ""
     look = f"`minirllm show {run}` prints some."
     if graded <= 0:
@@ -275,7 +275,7 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
         return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
     if config.teacher or config.group_size == 1:
         return AGREED if config.teacher else ALONE
-    if sentence := filters.nothing_left(groups, graded, _count(row, "groups_too_small"), config):
+    if sentence := filters.nothing_left(row, graded, config):
         return sentence
     if _count(row, "groups_too_hard") == groups:
         sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."

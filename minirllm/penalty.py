@@ -18,7 +18,7 @@ import torch
 
 from minirllm import batch
 from minirllm.ahead import History
-from minirllm.algorithms.objective import kl
+from minirllm.algorithms.objective import in_reward, kl
 from minirllm.batch import Batch
 from minirllm.config import Config
 from minirllm.grouping import COST
@@ -31,7 +31,7 @@ from minirllm.types import Episode
 async def build(step: int, episodes: Sequence[Episode], trainer: Trainer, history: History) -> Batch:
     """`batch.build` for `step`, with the metrics of the KL and of the weights that sampled its episodes."""
     config, standing = trainer.config, history.sampling(step).standing
-    costs = await charge(episodes, trainer.policy, config) if config.kl_beta > 0 and config.kl_in == "reward" else {}
+    costs = await charge(episodes, trainer.policy, config) if in_reward(config) else {}
     learned = batch.build(episodes, config, trainer.algorithm, history.version, standing)
     learned.metrics |= costs | history.staleness(episodes)
     return learned

@@ -21,7 +21,7 @@ from typing import Any
 
 from minirllm import ahead, evaluate, filters, grouping, harness, penalty, watchdog
 from minirllm.ahead import Ahead, History
-from minirllm.algorithms import roles
+from minirllm.algorithms import objective, roles
 from minirllm.batch import Batch
 from minirllm.collect import Plan, collect, tokens
 from minirllm.config import Config
@@ -145,6 +145,8 @@ class _Run:
             taught = await self.stack.teach(episodes)
             learned = await penalty.build(step, episodes, self.trainer, self.history)
             learned.metrics |= taught
+            if objective.in_reward(self.config):
+                await asyncio.to_thread(self.store.keep, step, episodes)  # with what the KL took, for `show --tokens`
             return learned
         except (LedgerError, TeacherError) as error:
             if step > 1:

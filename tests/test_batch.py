@@ -83,7 +83,8 @@ def test_what_the_kl_costs_is_taken_from_a_trajectorys_reward():
     one, other = episode("a", 0, 1.0, answers=((7, 8), (9,))), episode("a", 1, 1.0)
     for step, cost in zip(one.trajectories[0].steps, (0.3, 0.1), strict=True):
         step.metadata["kl_cost"] = cost
-    batch = make([one, other])
+    assert make([one, other]).metrics["groups_with_signal"] == 0  # resumed without it
+    batch = make([one, other], kl_beta=0.1, kl_in="reward")
     assert sorted(set(trained(batch, "advantage_T").tolist())) == pytest.approx([-0.2, 0.2])
     assert batch.metrics["reward_mean"] == 1.0  # as graded
 

@@ -1,6 +1,7 @@
 """Which episodes take part: by how they ended, to spare, too few, without a signal; and what a step runs instead."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from minirllm.batch import select
 from minirllm.collect import Plan, collect
 from minirllm.config import Config
 from minirllm.errors import ConfigError
-from minirllm.log import explain
+from minirllm.grouping import COST
+from minirllm.log import diagnose, explain
 from minirllm.rollouts import Job
 from minirllm.standing import NOTHING, schedule
 from minirllm.store import EpisodeStore
@@ -50,6 +52,39 @@ def test_what_has_no_effect_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         filters.validate(Config(**options), 3)
     filters.validate(Config(drop_reasons="env_done", refill=1, spare_tasks=1, batch_size=2), 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "sentence"),
+    [
+        ({"groups_too_hard": 8, "trained_tokens": 9}, {"entropy_bonus": 0.1}, ""),  # the bonus taught something
+        (
+            {"groups": 0, "dropped/env_done": 64},
+            {"drop_reasons": "env_done"},
+            "All 64 graded answers were left out (drop_reasons = env_done), so nothing was learned: name fewer reasons.",
+        ),
+        (
+            {"groups_with_signal": 8},
+            {"mask_truncated": True},
+            "All that could be learned from was cut off at 256 tokens (mask_truncated), so nothing was learned: "
+            "raise --max-tokens.",
+        ),
+        (
+            {"groups_too_small": 8},
+            {"min_group_size": 9},
+            "Each of the 8 groups has fewer than 9 graded trajectories, so nothing was learned: lower min_group_size, "
+            "or raise --group-size.",
+        ),
+        (
+            {"groups_too_small": 8},
+            {},
+            "Each of the 8 groups has fewer than 2 graded trajectories, so nothing was learned: raise --group-size.",
+        ),
+    ],
+)
+def test_a_step_of_which_nothing_was_left_says_so(row, options, sentence):
+    found = {"episodes": 64, "groups": 8, "trained_tokens": 0, **row}
+    assert diagnose(found, Config(**options), "mine") == sentence
 
 
 def test_small_groups_are_left_out():
@@ -149,6 +184,17 @@ def test_tasks_without_a_signal_are_replaced_by_the_next_up_to_the_bound(tmp_pat
     assert ran(found) == ["t0", "t1", "t2", "t3", "t4", "t5"], "two rounds, and no more"
     row = {"step": 1, **select(found, CONFIG, roles.of(CONFIG)).metrics, **plan.metrics()}
     assert "refilled by 4 tasks in 2 rounds" in explain(row, 2)
+
+
+def test_the_kl_that_a_reward_was_charged_is_no_signal_for_the_rounds(tmp_path):
+    """A step that was trained and is run again has it on disk."""
+    config = replace(CONFIG, kl_beta=0.1, kl_in="reward")
+    found, _, _ = run(tmp_path, {"t1": (1.0, 1.0)}, config)
+    for made in found:
+        made.trajectories[0].steps[0].metadata[COST] = 0.1 * made.rollout_idx
+    EpisodeStore(tmp_path).keep(1, found)
+    again, _, missing = run(tmp_path, {"t1": (1.0, 1.0)}, config)
+    assert (ran(again), missing) == (["t0", "t1", "t2"], [])
 
 
 def test_a_killed_step_goes_on_with_the_same_rounds(tmp_path):

@@ -16,6 +16,7 @@ from minirllm.errors import UserError
 from minirllm.log import RunLog, explain
 from minirllm.store import EpisodeStore
 from minirllm.tools import ledger
+from minirllm.tools.runs import Run
 from minirllm.tools.show import Wanted
 from minirllm.tree import TokenTree
 from minirllm.types import Completion, Episode, Message, Step, TerminationReason, Trajectory
@@ -107,6 +108,15 @@ def test_why_a_whole_episode_was_not_learned_from(run: Path) -> None:
     assert "discarded: the episode has no reward" in unfinished
     assert "The step is not finished" in unfinished
     assert "The step is not finished" not in text
+
+
+@pytest.mark.parametrize(("lag", "advantages"), [(0, [1, 0, 0]), (1, [1, 1, 0])])
+def test_a_baseline_is_that_of_the_steps_which_were_done_as_a_step_was_sampled(tmp_path, lag, advantages) -> None:
+    for step in (1, 2, 3):
+        EpisodeStore(tmp_path / "episodes").append(step, talk(0, 1.0))
+    config = Config(algorithm="reinforce", group_size=1, baseline="task", lag=lag)
+    found = [ledger.batch_of(Run(tmp_path), step, config).members["t:0", "c1"].advantages["c1"] for step in (1, 2, 3)]
+    assert found == advantages
 
 
 def test_the_trace_has_the_very_tokens_of_the_forest(run: Path) -> None:

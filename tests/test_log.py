@@ -131,22 +131,6 @@ def test_explain_leaves_out_what_was_not_measured_and_survives_what_is_not_finit
             "None of the 64 answers could be graded (error 64; the first: agent failed: it broke)",
         ),
         ({"groups_uniform": 8}, Config(group_size=1), "Nothing was learned: with --group-size 1"),
-        ({"groups_too_hard": 8, "trained_tokens": 9}, Config(entropy_bonus=0.1), ""),  # the bonus taught something
-        (
-            {"groups": 0, "dropped/env_done": 64},
-            Config(drop_reasons="env_done"),
-            "All 64 graded answers were left out (drop_reasons = env_done), so nothing was learned: name fewer reasons.",
-        ),
-        (
-            {"groups_too_small": 8},
-            Config(min_group_size=9),
-            "Each of the 8 groups has fewer than 9 graded trajectories, so nothing was learned: lower min_group_size",
-        ),
-        (
-            {"groups_too_small": 8, "ungraded": 56},
-            Config(),
-            "Each of the 8 groups has fewer than 2 graded trajectories, so nothing was learned: raise --group-size",
-        ),
     ],
 )
 def test_a_step_that_taught_nothing_says_why_and_what_to_do(changes, config, sentence):

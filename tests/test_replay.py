@@ -23,8 +23,9 @@ from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.log import read_metrics
 from minirllm.store import EpisodeStore
+from minirllm.tools.ledger import batch_of
 from minirllm.tools.replay import replay, seed_of
-from minirllm.tools.runs import Call, calls
+from minirllm.tools.runs import Call, Run, calls
 from tests.test_diff import edit
 
 OPTIONS = {"batch_size": 2, "group_size": 2, "max_tokens": 4, "save_every": 3, "keep_checkpoints": 2}
@@ -293,6 +294,9 @@ def test_every_term_of_the_loss_is_replayed_from_the_seed_and_from_a_checkpoint(
     run = trained(tmp_path / "r", steps=3, save_every=1, keep_checkpoints=2, **terms, **options)
     rows = {row["step"]: row for row in read_metrics(run / "metrics.jsonl")}
     assert rows[2]["kl_beta"] != 0.5
+    for step, row in rows.items():  # `show --tokens` knows what the KL took from the rewards, and so who was trained
+        shown = batch_of(Run(run), step, Config(model="tiny", **{**OPTIONS, **terms, **options})).metrics
+        assert shown.items() <= row.items(), step
     for step in (None, 3):
         same, text = replayed(run, step=step)
         assert same, text

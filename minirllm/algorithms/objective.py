@@ -40,6 +40,11 @@ def in_loss(config: Config) -> bool:
     return config.kl_beta > 0 and config.kl_in == "loss"
 
 
+def in_reward(config: Config) -> bool:
+    """Is the KL taken from the reward?"""
+    return config.kl_beta > 0 and config.kl_in == "reward"
+
+
 def without_reward(config: Config) -> bool:
     """Do tokens teach something whatever their advantage, even 0?"""
     return in_loss(config) or config.entropy_bonus > 0

@@ -103,7 +103,7 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
         console.print(Text(f"{folder}: no episode has finished yet"))
         return
     settings = config.from_mapping(config.read_toml(folder / CONFIG))
-    learned = _learned(run, picked.step, settings)
+    learned = batch_of(run, picked.step, settings)
     text, note = _texts(settings.model)
     lines = [Text(f"Tokens of step {picked.step}: {picked.counts}"), Text(LEGEND), *map(Text, note)]
     if picked.step not in run.rows:
@@ -116,10 +116,10 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _learned(run: Run, step: int, settings: Config) -> Batch:
-    """What the step's batch was; a baseline of earlier steps is made of their episodes again."""
+def batch_of(run: Run, step: int, settings: Config) -> Batch:
+    """What the step's batch was; a baseline of the steps that were done as it was sampled is made of their episodes."""
     algorithm, standing = roles.of(settings), NOTHING
-    for earlier in (number for number in run.steps if number < step and settings.baseline == "task"):
+    for earlier in (number for number in run.steps if number < step - settings.lag and settings.baseline == "task"):
         found = batch.select(run.episodes(earlier), settings, algorithm, standing)
         standing = standing.after(*found.means, settings)
     return batch.select(run.episodes(step), settings, algorithm, standing)
