@@ -61,7 +61,8 @@ def test_what_has_no_effect_is_refused(options, message):
         (
             {"groups": 0, "dropped/env_done": 64},
             {"drop_reasons": "env_done"},
-            "All 64 graded answers were left out (drop_reasons = env_done), so nothing was learned: name fewer reasons.",
+            "All 64 graded answers were left out (drop_reasons = env_done), so nothing was learned: "
+            "name fewer reasons.",
         ),
         (
             {"groups_with_signal": 8},
