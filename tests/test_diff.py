@@ -86,7 +86,7 @@ def test_equal_runs_are_equal_whatever_the_clock_and_the_machine_say(runs: tuple
     manifest["environment"]["OMP_NUM_THREADS"] = "64"
     manifest["config"] |= {"run": "b", "lr": 0.5}
     (runs[1] / "manifest.json").write_text(json.dumps(manifest))
-    edit(runs[1] / "metrics.jsonl", 1, lambda row: row.update(seconds_step=9.0, ungraded_reason="another text"))
+    edit(runs[1] / "metrics.jsonl", 1, lambda row: row.update(seconds_step=9.0, ungraded_reason="other", tokens_kept=9))
     edit(runs[1] / "episodes/step_00001.jsonl", 0, lambda e: e["metrics"].update(seconds=8.0) if "metrics" in e else e)
     same, text = compared(*runs)
     assert same

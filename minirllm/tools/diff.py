@@ -3,8 +3,9 @@
 Owns: what is compared, in which order. Does not know: why runs differ; how one is made. Writes nothing.
 
 Compared are, step by step, the episodes (by task and rollout: every token, log-probability, reward), then the row of
-metrics up to the hash of the weights. Not compared: clock times, texts for people, evaluations' conversations (no run
-keeps them). Manifests are shown side by side and decide nothing: two machines may well make one run.
+metrics up to the hash of the weights. Not compared: clock times, how much a resumed step had on disk, texts for people,
+evaluations' conversations (no run keeps them). Manifests are shown side by side and decide nothing: two machines may
+well make one run.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Parting]
     for name in {**one, **other}:
         a, b = one.get(name), other.get(name)
         text = any(isinstance(value, str) for value in (a, b)) and name != "weights_sha256"
-        if not (name.startswith("seconds_") or text or equal(a, b)):
+        if not (name.startswith("seconds_") or name == "tokens_kept" or text or equal(a, b)):
             yield Parting(f"metric {name}", a, b)
 
 
