@@ -10,7 +10,7 @@ model read and sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -325,7 +325,3 @@ class AgentConfig:
     metadata: dict[str, Any] = field(default_factory=dict)
     is_validation: bool = False
     sampling_params: dict[str, Any] = field(default_factory=dict)
-
-    def with_metadata(self, **metadata: Any) -> AgentConfig:
-        """A copy with these metadata keys added."""
-        return replace(self, metadata={**self.metadata, **metadata})
