@@ -22,13 +22,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from minirllm.config import Config
 from minirllm.errors import ConfigError
-from minirllm.policy import Policy
 from minirllm.standing import NOTHING, Means, Standing
 from minirllm.types import DEPTH, Episode, Step
+
+if TYPE_CHECKING:  # rollouts also run where torch is not needed
+    from minirllm.policy import Policy
 
 T = TypeVar("T")
 

@@ -166,7 +166,7 @@ def test_reinforce_and_gpg_ignore_the_ratio(name):
 NEEDS = {"dr_grpo": {"loss_aggregation": "constant"}}
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"reinforce", "reinforce_pp", "prpo"}))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"reinforce", "reinforce_pp", "prpo", "distill"}))
 def test_group_of_one_is_refused(name):
     with pytest.raises(ConfigError, match="nothing can be learned with group_size = 1"):
         create(name).validate(Config(group_size=1))
@@ -177,6 +177,7 @@ def test_without_a_group_baseline_a_group_of_one_will_do():
     create("reinforce").validate(Config(group_size=1))
     create("reinforce_pp").validate(Config(group_size=1))
     create("prpo").validate(Config(group_size=1))
+    create("distill").validate(Config(group_size=1, teacher="teacher"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FAMILIES = {"minirllm.tasks": "tasks", "minirllm.harnesses": "harnesses"}
 
 
 OURS = {"minirllm", "tasks", "harnesses"}
+DISTRIBUTION = {"yaml": "pyyaml"}  # where it is not called like its module
 
 
 def normal(name: str) -> str:
@@ -50,7 +51,7 @@ def imported() -> dict[str, set[str]]:
                 case _:
                     continue
             for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - OURS:
-                found.setdefault(normal(name), set()).add(str(path.relative_to(ROOT)))
+                found.setdefault(normal(DISTRIBUTION.get(name, name)), set()).add(str(path.relative_to(ROOT)))
     return found
 
 
