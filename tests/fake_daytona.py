@@ -7,6 +7,7 @@ and 404 to the rest. `created` holds the bodies of POST /sandbox; `faults` are t
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 import tempfile
@@ -171,7 +172,8 @@ class FakeDaytona:
         with MultipartWriter("form-data") as writer:
             for path in (await request.json())["paths"]:
                 code, out, err = await self._known(request).run(["/usr/bin/cat", "--", path], "/")
-                part = writer.append(out if code == 0 else json.dumps({"message": err.decode(), "statusCode": 404}))
+                said = out if code == 0 else json.dumps({"message": err.decode(), "statusCode": 404}).encode()
+                part = writer.append(io.BytesIO(said))  # bytes that are many would be warned of
                 kind = "error" if code else "file"
                 part.headers["Content-Disposition"] = f'form-data; name="{kind}"; filename="{path}"'
         return web.Response(body=writer)
