@@ -13,6 +13,7 @@ Legend: N scored tokens, E hidden size, V vocabulary, K tokens that q names.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -97,16 +98,16 @@ def logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
 # over temperature ----
 
 
-class _Value:
+class _Value(ABC):
     differentiable = True
 
+    @abstractmethod
     def value(self, logprob_NV: Tensor, rows: slice) -> Tensor:
         """``[N]``, of the tokens in `rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slope(self, logprob_NV: Tensor, rows: slice) -> Tensor:
         """``[N, V]``."""
-        raise NotImplementedError
 
 
 class _Chosen(_Value):

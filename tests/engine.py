@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 IMAGE = "local/py:1"
 PROGRAMS = "docker.io docker-cli docker-compose containerd"  # of Debian 13; they run on 12, but for runc
@@ -73,23 +74,27 @@ class NoEngine(Exception):
     """Why there can be none."""
 
 
-def prefix() -> Path:
-    """The folder of programs and image, filled once."""
+def filled(name: str, recipe: str) -> Path:
+    """A folder of the cache that `recipe`, a script whose $1 it is, fills once. Raises NoEngine."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
     base.mkdir(parents=True, exist_ok=True)
-    prefix = base / "docker-engine-3"
-    with open(base / "docker-engine.lock", "w") as lock:
+    folder = base / name
+    with open(base / f"{name.rpartition('-')[0]}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (prefix / "ok").exists():
-            shutil.rmtree(prefix, ignore_errors=True)
-            prefix.mkdir()
-            recipe = INSTALL.replace("PROGRAMS", PROGRAMS).replace("PACKAGES", " ".join(PACKAGES.split()))
-            recipe = recipe.replace("IPTABLES", IPTABLES)
-            done = subprocess.run(["bash", "-c", recipe, "_", prefix], capture_output=True, text=True, check=False)
+        if not (folder / "ok").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            done = subprocess.run(["bash", "-c", recipe, "_", folder], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoEngine(f"its programs cannot be had: {done.stderr.strip()[-500:]}")
-            (prefix / "ok").touch()
-    return prefix
+            (folder / "ok").touch()
+    return folder
+
+
+def prefix() -> Path:
+    """The folder of programs and image."""
+    recipe = INSTALL.replace("PROGRAMS", PROGRAMS).replace("PACKAGES", " ".join(PACKAGES.split()))
+    return filled("docker-engine-3", recipe.replace("IPTABLES", IPTABLES))
 
 
 def variables() -> dict[str, str]:
@@ -110,32 +115,42 @@ def running() -> Iterator[str]:
     command = ["setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", home / "data", "--exec-root", home / "exec"]
     command += ["-p", home / "pid", "-H", url, "--bridge=none", "--iptables=false", "--ip6tables=false"]
     command += ["--ip-forward=false", "--ip-masq=false", "--userland-proxy=false"]
-    with open(home / "log", "w") as log:
-        daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        for _ in range(120):
-            if daemon.poll() is not None or docker(env, "version").returncode == 0:
-                break
-            time.sleep(0.25)
-        path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        done = docker(env, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, str(programs / "rootfs.tar"), IMAGE)
-        if done.returncode:
-            raise NoEngine(f"it does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
-        yield url
+        with serving(command, env, env, home):
+            yield url
     finally:
-        if left := docker(env, "ps", "--all", "--quiet").stdout.split():
-            docker(env, "rm", "--force", *left)
-        docker(env, "network", "prune", "--force")  # their bridges are the machine's
-        daemon.terminate()
-        try:
-            daemon.wait(30)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
         for line in Path("/proc/mounts").read_text().splitlines()[::-1]:
             if (place := line.split()[1]).startswith(f"{home}/"):
                 subprocess.run(["umount", "--lazy", place], check=False, capture_output=True)
         shutil.rmtree(home, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving(command: list[Any], env: dict[str, str], client: dict[str, str], home: Path) -> Iterator[None]:
+    """A program that answers as an engine does to who has the variables `client`, with `IMAGE`. Raises NoEngine."""
+    with open(home / "log", "w") as log:
+        service = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=home)
+    try:
+        for _ in range(120):
+            if service.poll() is not None or docker(client, "version").returncode == 0:
+                break
+            time.sleep(0.25)
+        path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        rootfs = str(prefix() / "rootfs.tar")
+        done = docker(client, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, rootfs, IMAGE)
+        if done.returncode:
+            raise NoEngine(f"it does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
+        yield
+    finally:
+        if left := docker(client, "ps", "--all", "--quiet").stdout.split():
+            docker(client, "rm", "--force", *left)
+        docker(client, "network", "prune", "--force")  # their bridges are the machine's
+        service.terminate()
+        try:
+            service.wait(30)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
 
 
 def docker(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

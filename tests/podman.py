@@ -10,13 +10,10 @@ to raise limits can do; where this one has not, runc is told to leave them as th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,21 +60,8 @@ os.execv("{tree}/usr/sbin/runc", ["runc", *sys.argv[1:]])
 
 
 def _tree() -> Path:
-    """Where its programs are, fetched once."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirllm"
-    base.mkdir(parents=True, exist_ok=True)
-    prefix = base / "podman-1"
-    with open(base / "podman.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (prefix / "ok").exists():
-            shutil.rmtree(prefix, ignore_errors=True)
-            prefix.mkdir()
-            recipe = INSTALL.replace("PACKAGES", " ".join(PACKAGES.split()))
-            done = subprocess.run(["bash", "-c", recipe, "_", prefix], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise engine.NoEngine(f"podman cannot be had: {done.stderr.strip()[-500:]}")
-            (prefix / "ok").touch()
-    return prefix / "tree"
+    """Where its programs are."""
+    return engine.filled("podman-1", INSTALL.replace("PACKAGES", " ".join(PACKAGES.split()))) / "tree"
 
 
 @contextlib.contextmanager
@@ -85,8 +69,7 @@ def running() -> Iterator[str]:
     """The URL of a fresh service with `engine.IMAGE`. Raises NoEngine."""
     if os.geteuid() or not shutil.which("apt-get"):
         raise engine.NoEngine("podman needs root, and Debian to be had from")
-    rootfs, tree = engine.prefix() / "rootfs.tar", _tree()
-    home = Path(tempfile.mkdtemp(prefix="minirllm-podman-"))
+    tree, home = _tree(), Path(tempfile.mkdtemp(prefix="minirllm-podman-"))
     url = f"unix://{home}/podman.sock"
     (home / "etc" / "containers").mkdir(parents=True)
     (home / "etc" / "containers" / "policy.json").write_text(POLICY)
@@ -102,28 +85,10 @@ def running() -> Iterator[str]:
     }
     command = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "bash", "-c", OWN_ETC, "_", home / "etc"]
     command += [f"{tree}/usr/bin/podman", "system", "service", "-t", "0", url]
-    with open(home / "log", "w") as log:
-        service = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=home)
-    client = {"PATH": os.environ["PATH"], "DOCKER_HOST": url}
     try:
-        for _ in range(60):
-            if service.poll() is not None or engine.docker(client, "version").returncode == 0:
-                break
-            time.sleep(0.25)
-        path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        done = engine.docker(client, "import", "-c", 'CMD ["/bin/bash"]', "-c", path, str(rootfs), engine.IMAGE)
-        if done.returncode:
-            raise engine.NoEngine(f"podman does not start: {done.stderr.strip()} {(home / 'log').read_text()[-1000:]}")
-        yield url
+        with engine.serving(command, env, {"PATH": os.environ["PATH"], "DOCKER_HOST": url}, home):
+            yield url
     finally:
-        if left := engine.docker(client, "ps", "--all", "--quiet").stdout.split():
-            engine.docker(client, "rm", "--force", *left)
-        service.terminate()
-        try:
-            service.wait(30)
-        except subprocess.TimeoutExpired:
-            service.kill()
-            service.wait()
         for place in Path("/proc").glob("[0-9]*/cmdline"):  # each exec leaves one of its programs for five minutes
             with contextlib.suppress(OSError):
                 if str(home).encode() in place.read_bytes():

@@ -1,5 +1,7 @@
 """Groups that the tiny model has sampled, and what a trainer must make of them."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -86,32 +88,50 @@ def accumulate(policy, trainer, batch):
     return sum(losses), found
 
 
+@contextlib.contextmanager
+def plain_attention(policy):
+    """Transformers' own in place of ours."""
+    base = policy.model.get_base_model() if policy.config.lora_rank else policy.model
+    base.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        base.set_attn_implementation("minirllm")
+
+
+def plain_gradients(policy, value):
+    """(value, gradients) of `value`, a function of the policy's weights, with plain attention."""
+    with plain_attention(policy):
+        result = value()
+        result.backward()
+    found = gradients(policy)
+    policy.model.zero_grad()
+    return result.item(), found
+
+
 def plain_loss(policy, episodes, config):
     """The definition: plain transformers attention, one trajectory and token at a time. Returns (loss, gradients)."""
     algorithm = create(config.algorithm)
     group = Group(np.array([episode.reward for episode in episodes]), np.ones(len(episodes), np.int64))
     (advantages,) = algorithm.advantages([group], config)
-    base = policy.model.get_base_model() if config.lora_rank else policy.model
     total = sum(len(node.tokens) for episode in episodes for node in episode.tree.nodes if node.sampled)
-    base.set_attn_implementation("eager")
-    losses = []
-    for episode, advantage in zip(episodes, advantages, strict=True):
-        tree = episode.tree
-        ids = torch.tensor(tree.ids(episode.trajectories[0].steps[-1].node))
-        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / TEMPERATURE
-        logprobs = torch.log_softmax(logits, -1)
-        for step in episode.trajectories[0].steps:
-            start = len(tree.prompt_ids(step.node))
-            for offset, (token, old) in enumerate(zip(*tree.response(step.node), strict=True)):
-                ratio = torch.exp(logprobs[start + offset - 1, token] - old)
-                clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-                losses.append(-torch.minimum(ratio * advantage, clipped * advantage) / total)
-    loss = torch.stack(losses).sum()
-    loss.backward()
-    base.set_attn_implementation("minirllm")
-    found = gradients(policy)
-    policy.model.zero_grad()
-    return loss.item(), found
+
+    def loss():
+        losses = []
+        for episode, advantage in zip(episodes, advantages, strict=True):
+            tree = episode.tree
+            ids = torch.tensor(tree.ids(episode.trajectories[0].steps[-1].node))
+            logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / TEMPERATURE
+            logprobs = torch.log_softmax(logits, -1)
+            for step in episode.trajectories[0].steps:
+                start = len(tree.prompt_ids(step.node))
+                for offset, (token, old) in enumerate(zip(*tree.response(step.node), strict=True)):
+                    ratio = torch.exp(logprobs[start + offset - 1, token] - old)
+                    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+                    losses.append(-torch.minimum(ratio * advantage, clipped * advantage) / total)
+        return torch.stack(losses).sum()
+
+    return plain_gradients(policy, loss)
 
 
 def relative(found, wanted):

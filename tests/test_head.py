@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +12,31 @@ from torch import Tensor, nn
 
 from minirllm import head
 
+Score = Callable[[Tensor], tuple[Tensor, ...]]  # of hidden states: values of each row
 
-def naive(hidden: Tensor, linear: nn.Linear, softcap: float | None, tokens: Tensor, temperature: Tensor) -> Tensor:
+
+def distribution(hidden: Tensor, linear: nn.Linear, softcap: float | None, temperature: Tensor) -> Tensor:
     logits = linear(hidden)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return F.log_softmax(logits / temperature[:, None], -1).gather(1, tokens[:, None])[:, 0]
+    return F.log_softmax(logits / temperature[:, None], -1)
+
+
+def naive(hidden: Tensor, linear: nn.Linear, softcap: float | None, tokens: Tensor, temperature: Tensor) -> Tensor:
+    return distribution(hidden, linear, softcap, temperature).gather(1, tokens[:, None])[:, 0]
+
+
+def assert_alike(naively: Score, ours: Score, hidden: Tensor, linear: nn.Linear) -> None:
+    """The same values, and the same gradients of a weighted sum of them."""
+    found, weights = [], torch.randn(len(naively(hidden)), len(hidden))
+    for score in (naively, ours):
+        linear.zero_grad()
+        leaf = hidden.clone().requires_grad_(True)
+        values = torch.stack(score(leaf))
+        (values * weights).sum().backward()
+        found.append([values.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -25,24 +45,17 @@ def naive(hidden: Tensor, linear: nn.Linear, softcap: float | None, tokens: Tens
 def test_value_and_every_gradient_equal_autograd(bias: bool, softcap: float | None, rows: int) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(16, 48, bias=bias)
-    hidden, weight = torch.randn(rows, 16), torch.randn(rows)
-    tokens, temperature = torch.randint(0, 48, (rows,)), torch.rand(rows) + 0.5
-    gradients = []
-    for score in (naive, lambda h, lin, cap, y, t: head.Head(lin, cap).score(h, y, t)[0]):
-        linear.zero_grad()
-        leaf = hidden.clone().requires_grad_(True)
-        value = score(leaf, linear, softcap, tokens, temperature)
-        (value * weight).sum().backward()
-        gradients.append([value.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
-    for want, got in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    hidden, tokens, temperature = torch.randn(rows, 16), torch.randint(0, 48, (rows,)), torch.rand(rows) + 0.5
+    assert_alike(
+        lambda h: (naive(h, linear, softcap, tokens, temperature),),
+        lambda h: head.Head(linear, softcap).score(h, tokens, temperature)[:1],
+        hidden,
+        linear,
+    )
 
 
 def naive_entropy(hidden: Tensor, linear: nn.Linear, softcap: float | None, temperature: Tensor) -> Tensor:
-    logits = linear(hidden)
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    logprob = F.log_softmax(logits / temperature[:, None], -1)
+    logprob = distribution(hidden, linear, softcap, temperature)
     return -(logprob.exp() * logprob).sum(-1)
 
 
@@ -52,20 +65,13 @@ def naive_entropy(hidden: Tensor, linear: nn.Linear, softcap: float | None, temp
 def test_gradients_of_logprob_and_entropy_together_equal_autograd(bias: bool, softcap: float | None, rows: int) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(16, 48, bias=bias)
-    hidden, weights = torch.randn(rows, 16), torch.randn(2, rows)
-    tokens, temperature = torch.randint(0, 48, (rows,)), torch.rand(rows) + 0.5
-    gradients = []
-    for score in (
+    hidden, tokens, temperature = torch.randn(rows, 16), torch.randint(0, 48, (rows,)), torch.rand(rows) + 0.5
+    assert_alike(
         lambda h: (naive(h, linear, softcap, tokens, temperature), naive_entropy(h, linear, softcap, temperature)),
         lambda h: head.Head(linear, softcap).score(h, tokens, temperature, entropy=True),
-    ):
-        linear.zero_grad()
-        leaf = hidden.clone().requires_grad_(True)
-        logprob, entropy = score(leaf)
-        (logprob * weights[0] + entropy * weights[1]).sum().backward()
-        gradients.append([logprob.detach(), entropy.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
-    for want, got in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        hidden,
+        linear,
+    )
 
 
 def test_entropy_gradient_by_hand() -> None:
@@ -118,10 +124,7 @@ def diverging(hidden: Tensor, linear: nn.Linear, softcap: float | None, likely: 
 def naive_divergence(
     hidden: Tensor, linear: nn.Linear, softcap: float | None, likely: head.Likely, temperature: Tensor
 ) -> Tensor:
-    logits = linear(hidden)
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    p, rest_p = rest_and_named(F.log_softmax(logits / temperature[:, None], -1), likely.id_NK)
+    p, rest_p = rest_and_named(distribution(hidden, linear, softcap, temperature), likely.id_NK)
     q = likely.logprob_NK.exp()
     value = (p * (p.log() - likely.logprob_NK)).sum(1)
     rest_q = 1 - q.sum(1)
@@ -134,18 +137,15 @@ def test_a_divergence_and_every_gradient_of_it_equal_autograd(softcap: float | N
     torch.manual_seed(0)
     rows = head.CHUNK + 3
     linear = torch.nn.Linear(16, 48, bias=True)
-    hidden, weight, temperature = torch.randn(rows, 16), torch.randn(rows), torch.rand(rows) + 0.5
+    hidden, temperature = torch.randn(rows, 16), torch.rand(rows) + 0.5
     top = F.log_softmax(torch.randn(rows, 48), -1).topk(k)
     likely = head.Likely(top.indices, top.values)
-    gradients = []
-    for score in (naive_divergence, diverging):
-        linear.zero_grad()
-        leaf = hidden.clone().requires_grad_(True)
-        value = score(leaf, linear, softcap, likely, temperature)
-        (value * weight).sum().backward()
-        gradients.append([value.detach(), leaf.grad, *(p.grad for p in linear.parameters())])
-    for want, got in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_alike(
+        lambda h: (naive_divergence(h, linear, softcap, likely, temperature),),
+        lambda h: (diverging(h, linear, softcap, likely, temperature),),
+        hidden,
+        linear,
+    )
 
 
 def test_a_divergence_by_hand() -> None:

@@ -1,6 +1,7 @@
 """tools/ledger.py and the step's line: every token of a run, where it comes from and what became of it."""
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = Path("runs") / "r"
     with RunLog(folder, CONFIG, console=Console(file=io.StringIO())) as log:
+        log.manifest()
         log.step({"step": 1})
     store = EpisodeStore(folder / "episodes")
     for episode in (talk(0, 1.0), talk(1, 0.0, second="yes"), talk(0, 1.0, task="easy"), talk(1, 1.0, task="easy")):
@@ -115,8 +117,19 @@ def test_a_baseline_is_that_of_the_steps_which_were_done_as_a_step_was_sampled(t
     for step in (1, 2, 3):
         EpisodeStore(tmp_path / "episodes").append(step, talk(0, 1.0))
     config = Config(algorithm="reinforce", group_size=1, baseline="task", lag=lag)
-    found = [ledger.batch_of(Run(tmp_path), step, config).members["t:0", "c1"].advantages["c1"] for step in (1, 2, 3)]
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": config.to_dict()}))
+    found = [ledger.batch_of(Run(tmp_path), step).members["t:0", "c1"].advantages["c1"] for step in (1, 2, 3)]
     assert found == advantages
+
+
+def test_each_step_is_shown_under_its_own_options(run: Path) -> None:
+    for index, reward in enumerate((0.5, 0.0)):
+        EpisodeStore(run / "episodes").append(3, talk(index, reward))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["resumed"] = [{"after": 2, "changed": {"config.norm_std": [False, True]}}]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert "reward 1, advantage +0.5," in printed(run, step=1, episode="t:0")
+    assert "reward 0.5, advantage +1," in printed(run, step=3, episode="t:0")
 
 
 def test_the_trace_has_the_very_tokens_of_the_forest(run: Path) -> None:
@@ -151,8 +164,8 @@ def test_long_lines_wrap_at_the_width_and_colours_are_for_terminals(run: Path) -
 
 
 def test_without_its_tokenizer_ids_are_shown(run: Path) -> None:
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace('"tiny"', '"no/such-model"'))
+    manifest = run / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"tiny"', '"no/such-model"'))
     text = printed(run, episode="t:0")
     assert "Tokens are shown by their ids: " in text
     assert "     3 + #121  #111  #258\n" in text

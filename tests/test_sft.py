@@ -19,6 +19,7 @@ from minirllm.renderer import Renderer
 from minirllm.sft import Row, micro_batches, read_rows, told
 from minirllm.types import Message
 from tests.chat_templates import ALL, TOOLS, call, calling, renderer
+from tests.sampled import plain_attention
 
 TINY = Config(model="tiny", lora_rank=4, lr=1e-2, batch_size=2, threads=1)
 ROWS = [
@@ -88,10 +89,8 @@ async def test_the_loss_is_the_mean_of_cross_entropies_one_sequence_at_a_time(tm
     for row in rows:
         prompt, answer = it.prompt(row.messages[:1]), it.turn(row.messages)
         ids = torch.tensor([*prompt, *answer])
-        base = policy.model.get_base_model()
-        base.set_attn_implementation("eager")
-        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].float()
-        base.set_attn_implementation("minirllm")
+        with plain_attention(policy):
+            logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].float()
         scores, targets = logits[len(prompt) - 1 : -1], ids[len(prompt) :]
         losses.append(torch.nn.functional.cross_entropy(scores, targets, reduction="none"))
     wanted = torch.cat(losses).mean().item()

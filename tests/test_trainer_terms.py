@@ -13,28 +13,25 @@ from minirllm.ahead import History
 from minirllm.algorithms import create
 from minirllm.batch import build
 from minirllm.trainer import Trainer
-from tests.sampled import TEMPERATURE, accumulate, gradients, lone_logprobs, relative, sampled_group
+from tests.sampled import TEMPERATURE, accumulate, lone_logprobs, plain_gradients, relative, sampled_group
 
 GRPO = create("grpo")
 
 
 def plain_entropy(policy, episodes):
     """Mean entropy over all sampled tokens, by plain attention one call at a time, and its gradients."""
-    base = policy.model.get_base_model() if policy.config.lora_rank else policy.model
-    base.set_attn_implementation("eager")
-    entropies = []
-    for episode in episodes:
-        for step in episode.trajectories[0].steps:
-            ids, start = episode.tree.ids(step.node), step.prompt_length
-            logits = policy.model(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0, start - 1 : -1]
-            logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
-            entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-    mean = torch.cat(entropies).mean()
-    mean.backward()
-    base.set_attn_implementation("minirllm")
-    found = gradients(policy)
-    policy.model.zero_grad()
-    return mean.item(), found
+
+    def mean():
+        entropies = []
+        for episode in episodes:
+            for step in episode.trajectories[0].steps:
+                ids, start = episode.tree.ids(step.node), step.prompt_length
+                logits = policy.model(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0, start - 1 : -1]
+                logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
+                entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+        return torch.cat(entropies).mean()
+
+    return plain_gradients(policy, mean)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

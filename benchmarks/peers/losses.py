@@ -188,14 +188,15 @@ class Trl:
 
 # ---- cases ----
 
+Case = Callable[[Sample], tuple[Numbers, Numbers]]  # ours and the peer's
 
-def verl_cases() -> dict[str, Callable[[Sample], tuple[Numbers, Numbers]]]:
+
+def verl_cases() -> dict[str, Case]:
     """Ours and verl's, by what is compared."""
-    two = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-    far = {"clip_ratio_c": 1e9}  # verl's dual clip cannot be switched off
-    dual = {"clip_ratio_c": 1.5}
-    means = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
+    return {**verl_advantage_cases(), **verl_loss_cases(), "kl steered": steered, "entropy": entropy}
 
+
+def verl_advantage_cases() -> dict[str, Case]:
     def unbiased(s: Sample) -> Numbers:
         scale_B = np.repeat([(g.rewards_G.std() + 1e-6) / (g.rewards_G.std(ddof=1) + 1e-6) for g in s.groups], SIZE)
         return [advantages("grpo", s)[0] * torch.from_numpy(scale_B)]
@@ -203,15 +204,7 @@ def verl_cases() -> dict[str, Callable[[Sample], tuple[Numbers, Numbers]]]:
     def scaled(s: Sample) -> Numbers:
         return [advantages("gpg", s)[0] * len(s.reward_B) / np.count_nonzero(s.reward_B)]
 
-    def kl(s: Sample, estimator: str) -> tuple[Numbers, Numbers]:
-        ours = objective.kl(s.reference_BT - s.logprob_BT, Config(kl_estimator=estimator))
-        return [ours], [core_algos.kl_penalty(s.logprob_BT, s.reference_BT, estimator)]
-
-    def corrected(s: Sample, kind: str, level: str, threshold: str) -> tuple[Numbers, Numbers]:
-        ours = loss("grpo", s, proximal=True, correction=kind, correction_cap=1.5, **CLIPS)
-        return ours, verl_loss("vanilla", s, "token-mean", verl_weights(s, level, threshold), **two, **far)
-
-    cases: dict[str, Callable[[Sample], tuple[Numbers, Numbers]]] = {
+    return {
         "advantage grpo, norm_std off": lambda s: (
             advantages("grpo", s, norm_std=False),
             verl_advantages("grpo", s, norm_adv_by_std_in_grpo=False),
@@ -227,9 +220,29 @@ def verl_cases() -> dict[str, Callable[[Sample], tuple[Numbers, Numbers]]]:
             verl_advantages("reinforce_plus_plus", s, config=core_algos.AlgoConfig(gamma=1.0)),
         ),
         "advantage gpg, times B / rewards that are not 0": lambda s: (scaled(s), verl_advantages("gpg", s)),
+    }
+
+
+def verl_loss_cases() -> dict[str, Case]:
+    two = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    far = {"clip_ratio_c": 1e9}  # verl's dual clip cannot be switched off
+    means = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
+
+    def kl(s: Sample, estimator: str) -> tuple[Numbers, Numbers]:
+        ours = objective.kl(s.reference_BT - s.logprob_BT, Config(kl_estimator=estimator))
+        return [ours], [core_algos.kl_penalty(s.logprob_BT, s.reference_BT, estimator)]
+
+    def corrected(s: Sample, kind: str, level: str, threshold: str) -> tuple[Numbers, Numbers]:
+        ours = loss("grpo", s, proximal=True, correction=kind, correction_cap=1.5, **CLIPS)
+        return ours, verl_loss("vanilla", s, "token-mean", verl_weights(s, level, threshold), **two, **far)
+
+    def aggregated(s: Sample, kind: str, mean: str) -> tuple[Numbers, Numbers]:
+        return loss("grpo", s, loss_aggregation=kind, **CLIPS), verl_loss("vanilla", s, mean, **two, **far)
+
+    return {
         "loss grpo, dual_clip": lambda s: (
             loss("grpo", s, dual_clip=1.5, **CLIPS),
-            verl_loss("vanilla", s, "token-mean", **two, **dual),
+            verl_loss("vanilla", s, "token-mean", **two, clip_ratio_c=1.5),
         ),
         "loss gspo": lambda s: (
             loss("gspo", s, loss_aggregation="sequence", **CLIPS),
@@ -245,15 +258,8 @@ def verl_cases() -> dict[str, Callable[[Sample], tuple[Numbers, Numbers]]]:
         "correction sequence": lambda s: corrected(s, "sequence", "sequence", "1.5"),
         "correction mask": lambda s: corrected(s, "mask", "token", f"{1 / 1.5}_1.5"),
         **{f"kl {name}": lambda s, name=name: kl(s, name) for name in ("k1", "k2", "k3")},
-        "kl steered": steered,
-        "entropy": entropy,
+        **{f"loss grpo, {ours}": lambda s, pair=(ours, theirs): aggregated(s, *pair) for ours, theirs in means.items()},
     }
-    for ours, theirs in means.items():
-        cases[f"loss grpo, {ours}"] = lambda s, ours=ours, theirs=theirs: (
-            loss("grpo", s, loss_aggregation=ours, **CLIPS),
-            verl_loss("vanilla", s, theirs, **two, **far),
-        )
-    return cases
 
 
 def steered(s: Sample) -> tuple[Numbers, Numbers]:
@@ -283,7 +289,7 @@ def entropy(s: Sample) -> tuple[Numbers, Numbers]:
     return found[0], found[1]
 
 
-def trl_cases(peer: Trl) -> dict[str, Callable[[Sample], tuple[Numbers, Numbers]]]:
+def trl_cases(peer: Trl) -> dict[str, Case]:
     """Ours and TRL's, by what is compared."""
     two = {"epsilon": 0.2, "epsilon_high": 0.28}
 

@@ -15,12 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from minirllm import batch, config, models
+from minirllm import batch, models
 from minirllm.algorithms import roles
 from minirllm.batch import Batch
-from minirllm.config import Config
 from minirllm.errors import ModelError
-from minirllm.log import CONFIG, printable
+from minirllm.log import printable
 from minirllm.standing import NOTHING
 from minirllm.tools.runs import Run, page, samples
 from minirllm.tools.show import Wanted, choose, heading, matched
@@ -102,9 +101,8 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
     if picked is None:
         console.print(Text(f"{folder}: no episode has finished yet"))
         return
-    settings = config.from_mapping(config.read_toml(folder / CONFIG))
-    learned = batch_of(run, picked.step, settings)
-    text, note = _texts(settings.model)
+    learned = batch_of(run, picked.step)
+    text, note = _texts(run.config(picked.step).model)
     lines = [Text(f"Tokens of step {picked.step}: {picked.counts}"), Text(LEGEND), *map(Text, note)]
     if picked.step not in run.rows:
         lines.append(Text("The step is not finished: the marks are those of the episodes so far."))
@@ -116,13 +114,14 @@ def show(folder: Path, wanted: Wanted, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def batch_of(run: Run, step: int, settings: Config) -> Batch:
+def batch_of(run: Run, step: int) -> Batch:
     """What the step's batch was; a baseline of the steps that were done as it was sampled is made of their episodes."""
-    algorithm, standing = roles.of(settings), NOTHING
+    settings, standing = run.config(step), NOTHING
     for earlier in (number for number in run.steps if number < step - settings.lag and settings.baseline == "task"):
-        found = batch.select(run.episodes(earlier), settings, algorithm, standing)
-        standing = standing.after(*found.means, settings)
-    return batch.select(run.episodes(step), settings, algorithm, standing)
+        then = run.config(earlier)
+        found = batch.select(run.episodes(earlier), then, roles.of(then), standing)
+        standing = standing.after(*found.means, then)
+    return batch.select(run.episodes(step), settings, roles.of(settings), standing)
 
 
 def _title(number: int, call: Sample) -> str:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rich.console import Console
 from minirllm import checkpoint, penalty
 from minirllm.ahead import History
 from minirllm.algorithms import roles
-from minirllm.config import Config, from_mapping, nearest
+from minirllm.config import Config, nearest
 from minirllm.errors import LedgerError, UserError
 from minirllm.inflight import identify, prompt_digest
 from minirllm.log import MANIFEST, changes
@@ -120,23 +120,16 @@ def select(run: Run, step: int | None, episode: str | None, call: str | None) ->
 
 def config_of(run: Run, step: int) -> Config:
     """The options that `step` ran under, with what the start of the run found out (level, threads, ...) fixed."""
-    facts, changed = dict(run.manifest), run.changes_before(step)
-    values = dict(facts["config"])
-    for name, (_, new) in changed.items():
-        part_of, _, option = name.partition(".")
-        if part_of == "config":
-            values[option] = new
-        elif not option:
-            facts[name] = new
+    facts = run.facts(step)
     revision = facts["model_revision"]
-    values |= {
+    fixed = {
         "model": facts["model"] + (f"@{revision}" if revision else ""),
         "determinism": facts["level"],
         "threads": facts["threads"],
         "device": facts["device"].partition(":")[0],
         "engine": SAMPLING,
     }
-    return from_mapping({name: value for name, value in values.items() if value is not None})
+    return replace(run.config(step), **fixed)
 
 
 def seed_of(episode: Episode, call: Call, most: int) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from minirllm.config import nearest
+from minirllm.config import Config, from_mapping, nearest
 from minirllm.errors import UserError
 from minirllm.log import CONFIG, MANIFEST, METRICS, printable, read_json, read_metrics
 from minirllm.store import EpisodeStore
@@ -72,6 +72,21 @@ class Run:
         """What a resumption before `step` had changed since the manifest was written: ``{name: [old, new]}``."""
         resumed = [entry for entry in self.manifest.get("resumed", ()) if entry.get("after", step) < step]
         return resumed[-1]["changed"] if resumed else {}
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """The manifest as `step` ran under it: of what resumptions changed, the changes before it."""
+        facts, values = dict(self.manifest), dict(self.manifest["config"])
+        for name, (_, new) in self.changes_before(step).items():
+            part_of, _, option = name.partition(".")
+            if part_of == "config":
+                values[option] = new
+            elif not option:
+                facts[name] = new
+        return {**facts, "config": {name: value for name, value in values.items() if value is not None}}
+
+    def config(self, step: int) -> Config:
+        """The options that `step` ran under."""
+        return from_mapping(self.facts(step)["config"])
 
 
 @dataclass
