@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from minirllm.errors import SandboxError
 from minirllm.sandboxes import MIB, Limits, Sandbox, Spec, create, kept
 from minirllm.sandboxes.kept import Recipe, prepared
 from minirllm.sandboxes.pool import Pool
+from minirllm.tools import snapshot
 
 LIMITS = Limits(memory=128 * MIB, disk=32 * MIB)
 FIXTURES = Path(__file__).parent / "fixtures" / "harbor"
@@ -219,13 +221,19 @@ def test_the_command_makes_lists_renews_and_removes() -> None:
     key = made.split()[0]
     assert "task " in made
     assert "made in" in made
-    assert "was there" in run("create", str(FIXTURES / "plain"), "--sandbox", "local")
+    assert "was there" in run("create", str(FIXTURES / "plain"), "--sandbox", "local", "--ttl-hours", "1")
+    first = kept.records()[0].expires
+    again = run("create", str(FIXTURES / "plain"), "--sandbox", "local", "--ttl-hours", "24")
+    assert kept.records()[0].expires - first == pytest.approx(23 * 3600, abs=120)
+    assert snapshot._date(kept.records()[0].expires) in again
+    run("create", str(FIXTURES / "plain"), "--sandbox", "local", "--ttl-hours", "1")
+    assert kept.records()[0].expires - first == pytest.approx(23 * 3600, abs=120)
     assert len(run("list").splitlines()) == 2
     fields = dict(line.split(": ", 1) for line in run("inspect", key[:6]).splitlines())
     assert (fields["kind"], fields["key"][:12], len(fields["id"])) == ("local", key, 32)
     before = kept.records()[0].expires
     run("renew", key, "--ttl-hours", "48")
-    assert kept.records()[0].expires - before == pytest.approx(47 * 3600, abs=120)
+    assert kept.records()[0].expires - before == pytest.approx(24 * 3600, abs=120)
     assert run("destroy", key).endswith("removed\n")
     assert run("list").split() == ["KEY", "SANDBOX", "OF", "SIZE", "CREATED", "USED", "EXPIRES"]
 
@@ -255,6 +263,19 @@ def test_a_record_of_a_kind_that_is_no_more_is_in_nobodys_way() -> None:
     assert "of old" in run("list")
     assert "made in" in run("create", str(FIXTURES / "plain"), "--sandbox", "local")
     run("renew", kept.records()[-1].key)
+
+
+def test_what_cannot_be_removed_is_named_after_the_rest_is_gone() -> None:
+    kept.Record("0" * 32, "gone.package:Box", "1", "", "of old", 0, 1.0, time.time() + 3600).write()
+    kept.Record("1" * 32, "local", "1" * 32, "", "in use", 0, 2.0, time.time() + 3600).write()
+    run("create", str(FIXTURES / "plain"), "--sandbox", "local")
+    with kept._Lock("1" * 32) as lock:
+        assert lock.now(fcntl.LOCK_SH)
+        said = run("destroy", "--all", code=2)
+    assert said.count("removed\n") == 1
+    assert "Snapshot 000000000000 cannot be removed" in said
+    assert "Snapshot 111111111111 is in use: end the run" in said
+    assert [record.key[0] for record in kept.records()] == ["0", "1"]
 
 
 def test_a_run_begins_with_what_the_command_made() -> None:

@@ -34,7 +34,9 @@ def snapshot() -> None:
 @flags(("sandbox", "harness", "data"))
 @HOURS
 def create(task: str, ttl_hours: float, **options: Any) -> None:
-    """Make those that rollouts of TASK begin with: a folder of Harbor tasks, or any task with --set setup=..."""
+    """Make those that rollouts of TASK begin with: a folder of Harbor tasks, or any task with --set setup=...
+
+    One that is there already is kept for at least as long."""
     loaded = flow.load_task(task)
     settings = chosen(options, {"harness": "nop" if "nop" in loaded.own_agents else "bash", **loaded.defaults})
     prepare(settings.harness, own=loaded.own_agents)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minirllm.errors import TaskError
-from minirllm.harbor.toml import Table
+from minirllm.harbor.toml import MOST, Table
 
 UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}  # in MiB
 TEMPLATE = re.compile(r"\$\{(\w+)(?::-(.*?))?\}", re.DOTALL)
@@ -79,13 +79,16 @@ def environment(table: Table, place: Path, image: str) -> Environment:
     if table.text("os", "linux") != "linux":
         other.append(f"os = {table.text('os')}")
     build = place if not image and (place / "Dockerfile").is_file() else None
+    workdir = table.text("workdir")
+    if workdir and not workdir.startswith("/"):
+        raise table.wrong("workdir", "an absolute path")
     compose = next((place / name for name in COMPOSE if (place / name).is_file()), None)
     return Environment(
         image=image,
         build=build,
         compose=compose,
         files=place if not (image or build or compose) and place.is_dir() else None,
-        workdir=table.text("workdir"),
+        workdir=workdir,
         cpus=table.number("cpus"),
         memory_mb=_size(table, "memory"),
         storage_mb=_size(table, "storage"),
@@ -173,7 +176,10 @@ def _size(table: Table, key: str) -> float | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([KMG])\s*", table.text(key), re.IGNORECASE)
     if match is None:
         raise table.wrong(key, 'a size such as "2G", "512M" or "4096K"')
-    size = float(int(float(match[1]) * UNITS[match[2].upper()]))
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if size > MOST:
+        raise table.wrong(key, f"at most {MOST:g} MiB")
+    size = float(int(size))
     if given not in (None, size):
         raise table.wrong(key, f"the same as {key}_mb, {given:g}")
     return size

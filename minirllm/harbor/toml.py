@@ -5,12 +5,12 @@ Owns: `Table`: values of the type that is asked for, or one sentence that names 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from minirllm.errors import TaskError
 
+MOST = 1e9  # of seconds or MiB, say: more is a mistake
 KINDS: dict[Any, str] = {str: "a text", bool: "true or false", dict: "a table", list: "a list"}
 
 
@@ -41,12 +41,12 @@ class Table:
         return found
 
     def number(self, key: str) -> float | None:
-        """A finite number that is not negative; None where there is none."""
+        """A number that is not negative, and of a size that can be meant; None where there is none."""
         value = self.values.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise self.wrong(key, "a number from 0 up")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:  # nor is it nan
+            raise self.wrong(key, f"a number from 0 to {MOST:g}")
         return float(value)
 
     def user(self, key: str = "user") -> str | None:

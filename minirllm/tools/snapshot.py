@@ -45,9 +45,13 @@ async def _create(recipe: Recipe, hours: float) -> str:
     before, began = await asyncio.to_thread(kept.read, key), time.monotonic()
     async with kept.prepared(bare, "make", hours):
         record = await asyncio.to_thread(kept.read, key)
+        how = f"made in {time.monotonic() - began:.1f} s"
+        if record is not None and record == before:
+            how, until = "was there", max(record.expires, time.time() + 3600 * hours)
+            record = dataclasses.replace(record, expires=until)
+            await asyncio.to_thread(record.write)
     if record is None:
         raise SandboxError(f"The sandbox {recipe.kind} kept no snapshot of {recipe.about}.")
-    how = "was there" if before == record else f"made in {time.monotonic() - began:.1f} s"
     return f"{record.key[:SHORT]}  {recipe.about}  {how}, {_size(record.bytes)}, until {_date(record.expires)}"
 
 
@@ -77,11 +81,18 @@ def renew(prefix: str, hours: float) -> str:
 
 
 def destroy(prefix: str) -> Iterator[str]:
-    """Remove one, or, without a prefix, all. Raises UserError when a sandbox still works on it."""
+    """Remove one, or, without a prefix, all that can be removed. Raises UserError saying which stay, and why."""
+    left = []
     for one in [_find(prefix)] if prefix else kept.records():
-        if not watchdog.run(kept.discard(one.key)):
-            raise UserError(f"Snapshot {one.key[:SHORT]} is in use: end the run that uses it first.")
-        yield f"{one.key[:SHORT]}  {one.about}  removed"
+        try:
+            if watchdog.run(kept.discard(one.key)):
+                yield f"{one.key[:SHORT]}  {one.about}  removed"
+            else:
+                left.append(f"Snapshot {one.key[:SHORT]} is in use: end the run that uses it first.")
+        except UserError as error:
+            left.append(f"Snapshot {one.key[:SHORT]} cannot be removed: {error}")
+    if left:
+        raise UserError("\n".join(left))
 
 
 def _find(prefix: str) -> Record:
