@@ -54,7 +54,8 @@ def validate(config: Config, algorithm: Algorithm) -> None:
     """Raises ConfigError for what `group_by` and `credit` cannot be, and for options of theirs that have no effect."""
     key_of(config)
     standing.validate(config)
-    credit.validate(config, algorithm.all if isinstance(algorithm, roles.ByRole) else [algorithm])
+    with Users(f"advantages of algorithm {config.algorithm}{config.roles and f' or {config.roles}'}: "):
+        credit.validate(config, algorithm.all if isinstance(algorithm, roles.ByRole) else [algorithm])
 
 
 def members(episode: Episode, config: Config) -> list[Member]:
@@ -154,22 +155,34 @@ def _share(groups: Sequence[list[Member]], config: Config, algorithm: Algorithm,
     for name in {group[0].trajectory.name: None for group in groups}:
         batch = [group for group in groups if group[0].trajectory.name == name]
         role = batch[0][0].role
+        whose = f"advantages of algorithm {[config.algorithm, *roles.names(config).values()][role]}"
 
-        def compared(values: Sequence[credit.Values], role: int = role) -> list[np.ndarray]:
+        def compared(values: Sequence[credit.Values], role: int = role, whose: str = whose) -> list[np.ndarray]:
             shown = [Group(np.array(values_G), np.array(tokens_G, np.int64), role) for values_G, tokens_G in values]
-            return algorithm.advantages(shown, config)
+            with Users(f"{whose}: "):
+                found = algorithm.advantages(shown, config)
+                return _fitting(found, [len(values_G) for values_G, _ in values], whose)
 
         paths = [[_path(member, config, before) for member in group] for group in batch]
+        every = [member for group in batch for member in group]
         with Users(f"credit {config.credit}: "):
-            found = share(paths, compared, config)
-        for group, advantages in zip(batch, found, strict=True):
-            for member, value_K in zip(group, advantages, strict=True):
-                assert value_K.shape == (len(member.calls),), f"{value_K} for {len(member.calls)} calls"
-                assert np.isfinite(value_K).all(), f"advantages {value_K} of reward {member.reward}"
-                member.advantages = {
-                    step.id: value if step.advantage is None else step.advantage
-                    for step, value in zip(member.calls.values(), value_K.tolist(), strict=True)
-                }
+            found = [value_K for group in share(paths, compared, config) for value_K in group]
+            found = _fitting(found, [len(member.calls) for member in every], f"credit {config.credit}")
+        for member, value_K in zip(every, found, strict=True):
+            member.advantages = {
+                step.id: value if step.advantage is None else step.advantage
+                for step, value in zip(member.calls.values(), value_K.tolist(), strict=True)
+            }
+
+
+def _fitting(found: Sequence[np.ndarray], counts: Sequence[int], who: str) -> list[np.ndarray]:
+    """`found`, as many finite numbers each as `counts` has it. Raises UserError, naming `who` gave them."""
+    arrays = [np.asarray(values, np.float64) for values in found]
+    shapes = [values.shape for values in arrays]
+    if shapes != [(count,) for count in counts] or not all(np.isfinite(values).all() for values in arrays):
+        got = f"got {[values.tolist() for values in arrays]!r:.200}"
+        raise UserError(f"{who}: lists of {', '.join(map(str, counts))} finite numbers were to be returned, {got}.")
+    return arrays
 
 
 def _path(member: Member, config: Config, before: Standing) -> credit.Path:

@@ -151,3 +151,73 @@ def test_a_hook_that_fails_or_gives_no_text_is_named():
         make([episode("a", 0, 1.0)], group_by=f"{__name__}:broken")
     with pytest.raises(UserError, match=f"group_by {__name__}:number must return a text, got 1"):
         make([episode("a", 0, 1.0)], group_by=f"{__name__}:number")
+
+
+# ---- credits and algorithms of one's own ----
+
+
+def per_trajectory(groups, compare, config):
+    return [[np.zeros(1) for path in group] for group in groups]
+
+
+def one_group(groups, compare, config):
+    return [[np.zeros(len(path.reward_K)) for path in groups[0]]]
+
+
+def endless(groups, compare, config):
+    return [[np.full(len(path.reward_K), np.inf) for path in group] for group in groups]
+
+
+def numbers(groups, compare, config):
+    return [0.0 for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("per_trajectory", r"lists of 3, 1, 3, 1 finite numbers were to be returned, got \[\[0.0\], \[0.0\], \[0.0\], \[0.0\]\]\."),
+        ("one_group", r"lists of 3, 1, 3, 1 finite numbers were to be returned, got \[\[0.0, 0.0, 0.0\], \[0.0\]\]\."),
+        ("endless", r"lists of 3, 1, 3, 1 finite numbers were to be returned, got \[\[inf, inf, inf\], \[inf\]"),
+        ("numbers", r"TypeError: 'float' object is not iterable"),
+    ],
+)
+def test_a_credit_of_the_wrong_shape_is_named(name, words):
+    other = [talk(0, 1.0, [(0.0, "s")] * 3, "b"), talk(1, 0.0, [(0.0, "s")], "b")]
+    with pytest.raises(UserError, match=f"^credit {__name__}:{name}:? {words}"):
+        shares([*TALKS, *other], credit=f"{__name__}:{name}")
+
+
+class Own:
+    """An algorithm without a loss of its own; `advantages` is what a test makes of it."""
+
+    def validate(self, config):
+        pass
+
+    def loss(self, tokens, config):
+        raise NotImplementedError
+
+
+class Raising(Own):
+    def advantages(self, groups, config):
+        return [group.rewards[0] for group in groups]
+
+
+class Short(Own):
+    def advantages(self, groups, config):
+        return [group.rewards_G[1:] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Raising", r"AttributeError: 'Group' object has no attribute 'rewards'.* \(test_credit\.py line \d+\)"),
+        ("Short", r"lists of 2 finite numbers were to be returned, got \[\[1.0\]\]"),
+    ],
+)
+def test_an_algorithm_that_fails_is_named_and_not_its_credit(name, words):
+    for options in ({"algorithm": f"{__name__}:{name}"}, {"roles": f"default={__name__}:{name}"}):
+        with pytest.raises(UserError, match=f"^advantages of algorithm {__name__}:{name}: {words}"):
+            shares(TALKS, **options)
+    config = Config(algorithm=f"{__name__}:Raising")
+    with pytest.raises(UserError, match=f"^advantages of algorithm {__name__}:Raising: AttributeError"):
+        grouping.validate(config, roles.of(config))

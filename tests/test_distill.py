@@ -103,6 +103,20 @@ def test_groups_of_one_teach_too_and_the_run_repeats_resumes_and_is_replayed(mas
     assert replay(master.parent / "whole", step=2)
 
 
+@pytest.mark.parametrize("how", [{}, {"teacher_top_k": 8}], ids=str)
+def test_with_a_lag_it_repeats_resumes_and_is_replayed_too(master: Path, how: dict[str, Any]) -> None:
+    options, name = {"lag": 1, "group_size": 1, **how}, f"ahead{len(how)}"
+    whole = learned(master, name, steps=4, **options)
+    again = learned(master, f"{name}-again", steps=4, concurrency=1, **options)
+    learned(master, f"{name}-cut", steps=2, **options)
+    cut = learned(master, f"{name}-cut", steps=4, resume=True, **options)
+    digests = [[row["weights_sha256"] for row in rows if row["step"]] for rows in (whole, again, cut)]
+    assert len(set(digests[0])) == 4
+    assert digests[0] == digests[1] == digests[2]
+    assert [row["lag_mean"] for row in whole if row["step"]] == [0, 1, 1, 1]
+    assert replay(master.parent / name, step=3)
+
+
 def test_a_teacher_that_fails_ends_the_run_with_what_was_learned_saved(master: Path, tmp_path: Path) -> None:
     scorer, calls = Scorer(5), [0]
 

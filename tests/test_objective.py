@@ -120,6 +120,13 @@ def test_without_a_word_each_token_is_corrected_where_older_weights_sample() -> 
     validate(Config(lag=1, correction_cap=3.0))
 
 
+def test_the_kl_to_a_teachers_distribution_is_not_weighed_by_the_token_that_was_sampled() -> None:
+    config = Config(lag=1, algorithm="distill", teacher="base", teacher_top_k=4)
+    now, divergence = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.25])
+    tokens = Tokens(now, now - 1, now * 0, torch.arange(2), torch.arange(2) * 0, divergence)
+    assert loss(create("distill"), tokens, config)[0].tolist() == [0.5, 0.25]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

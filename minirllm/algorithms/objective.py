@@ -31,8 +31,11 @@ from minirllm.errors import ConfigError
 
 
 def correction(config: Config) -> str:
-    """Which correction is made: ``auto`` is each token's where older weights sample, and else none."""
-    return ("token" if config.lag else "off") if config.correction == "auto" else config.correction
+    """Which correction is made: ``auto`` is each token's where older weights sample, and else none. None, too, where a
+    teacher's distribution is the target: that loss is not of the token that was sampled."""
+    if config.correction != "auto":
+        return config.correction
+    return "token" if config.lag and not config.teacher_top_k else "off"
 
 
 def in_loss(config: Config) -> bool:
