@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from minirllm import models
+from minirllm import head, models
 from minirllm.algorithms import create
 from minirllm.attention import ForestLayout
 from minirllm.batch import Batch, build
@@ -47,7 +47,7 @@ def group(policy: Policy, size: int, prompt: int, answer: int) -> list[Episode]:
         with torch.no_grad():
             token_L = torch.tensor(prompt_ids + ids)
             hidden_LE = policy.hidden(token_L, torch.arange(len(token_L)), ForestLayout([[(0, len(token_L))]]))
-            rows_AV = policy.logprobs(policy.logits(hidden_LE[prompt - 1 : -1]), torch.ones(answer))
+            rows_AV = head.logprobs(policy.logits(hidden_LE[prompt - 1 : -1]), torch.ones(answer))
             logprobs = rows_AV.gather(1, token_L[prompt:, None])[:, 0] + (0.5 if index % 2 else 0.0)
         tree = TokenTree()
         node = tree.add(prompt_ids, Completion(ids, logprobs.tolist(), "length", policy.version), str(index))

@@ -52,13 +52,8 @@ def weigh(q_BRD: Tensor, k_BLD: Tensor, mask_BRL: Tensor, scaling: float) -> Ten
     return F.softmax(scores_BRL.add_(mask_BRL), -1, dtype=torch.float32)
 
 
-def tiled(q_BRD: Tensor, k_BLD: Tensor, v_BLD: Tensor, visible_BRL: Tensor, scaling: float) -> Tensor:
-    """Softmax attention, L a multiple of TILE, R of ROW_MULTIPLE.
-
-    `visible` broadcasts to ``[B, R, L]``; a boolean, or `additive` of one, which spares a caller with many layers the
-    conversion in each.
-    """
-    mask_BRL = additive(visible_BRL) if visible_BRL.dtype == torch.bool else visible_BRL
+def tiled(q_BRD: Tensor, k_BLD: Tensor, v_BLD: Tensor, mask_BRL: Tensor, scaling: float) -> Tensor:
+    """Softmax attention, L a multiple of TILE, R of ROW_MULTIPLE. `mask` is `additive`."""
     weights_BRL = weigh(q_BRD, k_BLD, mask_BRL, scaling).to(v_BLD.dtype)
     out_BRD = torch.matmul(weights_BRL[..., :TILE], v_BLD[:, :TILE])
     for at in range(TILE, k_BLD.shape[1], TILE):
@@ -142,6 +137,24 @@ class ForestLayout:
         self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         return _Forest.apply(q_HTD, k_KTD, v_KTD, self, scaling, window)
+
+
+class Packed:
+    """Several layouts side by side in one forward: each takes its number of tokens, in order. Rows behind them only pad
+    the forward, and get zeros."""
+
+    def __init__(self, parts: Sequence[tuple[int, Layout]]):
+        self.parts = parts
+
+    def attend(
+        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        out, at = [], 0
+        for tokens, part in self.parts:
+            own = slice(at, at + tokens)
+            out.append(part.attend(layer, q_HTD[:, own], k_KTD[:, own], v_KTD[:, own], scaling, window))
+            at += tokens
+        return torch.cat([*out, out[0].new_zeros(q_HTD.shape[1] - at, *out[0].shape[1:])])
 
 
 class _Forest(torch.autograd.Function):

@@ -6,7 +6,7 @@ from the CPU's name), and what torch must be told to add in one order. Does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,26 +21,19 @@ Forward = Callable[[Tensor, Tensor, attention.Layout], Tensor]  # (token_T, posi
 Head = Callable[[Tensor], Tensor]  # hidden [N, E] -> logits [N, V]
 
 
-class _Cached:
-    """Several sequences decoded one token each: keys of the past are kept per layer and per sequence."""
+class _Past:
+    """One sequence, whose keys and values are kept from forward to forward."""
 
-    def __init__(self, sequences: int):
-        self.keys: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(sequences)]
-        self.counts: Sequence[int] = ()  # new tokens of each sequence in this forward
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
 
     def attend(
         self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        out, at = [], 0
-        for past, count in zip(self.keys, self.counts, strict=True):
-            k, v = k_KTD[:, at : at + count], v_KTD[:, at : at + count]
-            if layer in past:
-                k, v = torch.cat([past[layer][0], k], 1), torch.cat([past[layer][1], v], 1)
-            past[layer] = (k, v)
-            if count:
-                out.append(attention.attend_span(q_HTD[:, at : at + count], k, v, scaling, window))
-            at += count
-        return torch.cat(out)
+        if layer in self.kept:
+            k_KTD, v_KTD = (torch.cat(pair, 1) for pair in zip(self.kept[layer], (k_KTD, v_KTD), strict=True))
+        self.kept[layer] = k_KTD, v_KTD
+        return attention.attend_span(q_HTD, k_KTD, v_KTD, scaling, window)
 
 
 @torch.no_grad()
@@ -71,15 +64,13 @@ def is_exact(forward: Forward, head: Head, vocab_size: int, device: torch.device
     if any(not torch.equal(forest[a:b], want) for (a, b), want in zip(spans, alone, strict=True)):
         return False
 
-    cached = _Cached(len(branches))  # each sequence's prompt in two chunks, then all of them one token at a time
-    for which in range(len(branches)):
+    pasts = [_Past() for _ in branches]  # each sequence's prompt in two chunks, then all of them one token at a time
+    for past in pasts:
         for chunk in (slice(0, 100), slice(100, PROMPT)):
-            cached.counts = [chunk.stop - chunk.start if i == which else 0 for i in range(len(branches))]
-            forward(prompt[chunk], torch.arange(chunk.start, chunk.stop, device=device), cached)
+            forward(prompt[chunk], torch.arange(chunk.start, chunk.stop, device=device), past)
     for step in range(max(BRANCHES)):
         rows = [i for i, branch in enumerate(branches) if step < len(branch)]
-        cached.counts = [int(step < len(branch)) for branch in branches]
-        ids = torch.stack([branches[i][step] for i in rows])
+        ids, cached = torch.stack([branches[i][step] for i in rows]), attention.Packed([(1, pasts[i]) for i in rows])
         hidden = forward(ids, torch.full((len(rows),), PROMPT + step, device=device), cached)
         if any(not torch.equal(hidden[n], alone[i][step]) for n, i in enumerate(rows)):
             return False

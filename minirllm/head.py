@@ -39,22 +39,13 @@ class Head:
     def __init__(self, linear: nn.Linear, softcap: float | None):
         self.linear, self.softcap = linear, softcap
 
-    @property
-    def weight(self) -> Tensor:
-        """``[V, E]``."""
-        return self.linear.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """``[V]`` or None."""
-        return self.linear.bias
-
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """``[N, V]`` in fp32; the product has a multiple of `attention.ROW_MULTIPLE` rows."""
         N = hidden_NE.shape[0]
         padded_NE = F.pad(hidden_NE, (0, 0, 0, -N % attention.ROW_MULTIPLE)).float()
-        weight_VE = self.linear.quick() if isinstance(self.linear, linear.Linear) else self.weight.float()
-        logits_NV = linear.product(padded_NE, weight_VE, None if self.bias is None else self.bias.float())[:N]
+        weight_VE = self.linear.quick() if isinstance(self.linear, linear.Linear) else self.linear.weight.float()
+        bias_V = None if self.linear.bias is None else self.linear.bias.float()
+        logits_NV = linear.product(padded_NE, weight_VE, bias_V)[:N]
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
     def score(
@@ -72,7 +63,8 @@ class Head:
         """
         of: list[_Value] = [_Chosen(token_N), _Entropy(entropy)]
         of += [_Divergence(likely)] if likely is not None else []
-        values: tuple[Tensor, ...] = _Score.apply(hidden_NE, self.weight, self.bias, self, of, temperature_N)
+        weights = self.linear.weight, self.linear.bias
+        values: tuple[Tensor, ...] = _Score.apply(hidden_NE, *weights, self, of, temperature_N)
         return values
 
     @torch.no_grad()
@@ -211,7 +203,7 @@ class _Score(torch.autograd.Function):
         head, wants_weight, wants_bias = ctx.head, ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         if not (wants_weight or wants_bias):
             return grad_hidden_NE, None, None, None, None, None
-        grad_VE, grad_V = torch.zeros_like(head.weight, dtype=torch.float32), None
+        grad_VE, grad_V = torch.zeros_like(head.linear.weight, dtype=torch.float32), None
         for at in range(0, len(hidden_NE), CHUNK):
             rows = slice(at, at + CHUNK)
             logits_NV = head.logits(hidden_NE[rows])
@@ -222,4 +214,4 @@ class _Score(torch.autograd.Function):
                 grad_VE += slope_NV.T @ hidden_NE[rows].float()
                 if wants_bias:
                     grad_V = slope_NV.sum(0) + (0 if grad_V is None else grad_V)
-        return grad_hidden_NE, grad_VE.to(head.weight.dtype), grad_V, None, None, None
+        return grad_hidden_NE, grad_VE.to(head.linear.weight.dtype), grad_V, None, None, None

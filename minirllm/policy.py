@@ -39,20 +39,6 @@ OLDER = "older.safetensors"  # in a saved folder: weights of earlier versions, w
 PROBED_LAYERS = 6  # the longest repeating pattern of layer kinds in use (Gemma 3: five sliding, one full)
 
 
-class _Padded:
-    """The first T rows belong to `layout`; rows that only pad the forward to a row multiple get zeros."""
-
-    def __init__(self, layout: attention.Layout, tokens: int):
-        self.layout, self.tokens = layout, tokens
-
-    def attend(
-        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        T = self.tokens
-        out = self.layout.attend(layer, q_HTD[:, :T], k_KTD[:, :T], v_KTD[:, :T], scaling, window)
-        return F.pad(out, (0, 0, 0, 0, 0, q_HTD.shape[1] - T))
-
-
 class Policy:
     """A causal language model that the engine samples from and the trainer updates in place."""
 
@@ -77,7 +63,7 @@ class Policy:
         base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self._decoder, self._head = base.get_decoder(), head.Head(base.get_output_embeddings(), softcap)
-        self.vocab_size = int(self._head.weight.shape[0])
+        self.vocab_size = int(self._head.linear.weight.shape[0])
         copied = (config.kl_beta or config.teacher == "base") and not config.lora_rank
         self._reference = self.lane.submit(self._frozen_copy).result() if copied else None
         self.level = self.lane.submit(self._probe).result()
@@ -95,25 +81,20 @@ class Policy:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @property
-    def row_multiple(self) -> int:
-        """Every forward and head product has a multiple of this many rows."""
-        return attention.ROW_MULTIPLE
-
-    @property
     def static_shapes(self) -> bool:
         """Does the engine run one token in every slot, or one whole chunk, whatever there is to do? At the fixed level
         for equal bits; on CUDA at any, because only a step of one shape can be captured as a graph."""
         return self.level == "fixed" or self.device.type == "cuda"
 
     def hidden(self, token_T: Tensor, position_T: Tensor, layout: attention.Layout) -> Tensor:
-        """One packed forward of the decoder. Returns ``[T, E]``."""
+        """One packed forward of the decoder, of a multiple of `attention.ROW_MULTIPLE` rows. Returns ``[T, E]``."""
         T = len(token_T)
-        pad = -T % self.row_multiple
+        pad = -T % attention.ROW_MULTIPLE
         return self._decoder(
             input_ids=F.pad(token_T, (0, pad))[None],
             position_ids=F.pad(position_T, (0, pad))[None],
             attention_mask=self._mask,
-            layout=_Padded(layout, T) if pad else layout,
+            layout=attention.Packed([(T, layout)]) if pad else layout,
             use_cache=False,
         ).last_hidden_state[0, :T]
 
@@ -121,29 +102,27 @@ class Policy:
         """The head, in fp32. Returns ``[N, V]``."""
         return self._head.logits(hidden_NE)
 
-    @staticmethod
-    def logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-        """Log-softmax after temperature, ``[N, V]``: the same in sampler and trainer. Temperature 0 is 1."""
-        return head.logprobs(logits_NV, temperature_N)
-
-    def score(self, forest: Forest, reference: bool = False, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability (with gradient) and entropy in nats (with one if `entropy`) of every trained token, ``[T]``
-        each, else 0.
+    def score(
+        self, forest: Forest, reference: bool = False, entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of every trained token its log-probability (with gradient), the entropy in nats (with one if `entropy`) and,
+        where the forest has targets, how far in nats (with gradient) its distribution is from them: see
+        `head.Head.score`. ``[T]`` each, else 0.
 
         The logit that scores token t stands at its parent. `reference` scores with the frozen base model, without
         gradient."""
+        likely = None
+        if forest.targets is not None:
+            likely = head.Likely(*(torch.from_numpy(array).to(self.device) for array in forest.targets))
         with self.frozen() if reference else nullcontext():
-            logprob_T, entropy_T = self._score(forest, entropy)
-        return logprob_T, entropy_T
-
-    def diverge(self, forest: Forest, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`score` and, where the forest has targets, how far in nats (with gradient) every trained token's distribution
-        is from them, ``[T]``: see `head.Head.score`."""
-        if forest.targets is None:
-            return *self.score(forest, entropy=entropy), None
-        likely = head.Likely(*(torch.from_numpy(array).to(self.device) for array in forest.targets))
-        logprob_T, entropy_T, divergence_T = self._score(forest, entropy, likely)
-        return logprob_T, entropy_T, divergence_T
+            at_N, hidden_NE = self._parents(forest)
+            found = [torch.zeros(len(forest), device=self.device) for _ in range(2 if likely is None else 3)]
+            if len(at_N):
+                columns = (forest.token_T, forest.temperature_T)
+                token_N, temperature_N = (torch.from_numpy(values_T).to(self.device)[at_N] for values_T in columns)
+                values = self._head.score(hidden_NE, token_N, temperature_N, entropy, likely)
+                found = [zeros_T.index_put((at_N,), value_N) for zeros_T, value_N in zip(found, values, strict=True)]
+        return found[0], found[1], None if likely is None else found[2]
 
     @torch.no_grad()
     def likely(self, forest: Forest, k: int, reference: bool = False) -> tuple[Tensor, head.Likely]:
@@ -161,16 +140,6 @@ class Policy:
         parent_N = torch.from_numpy(forest.parent_T).to(self.device)[at_N]
         assert len(at_N) == 0 or int(parent_N.min()) >= 0, "a trained token without a parent cannot be scored"
         return at_N, self.hidden(token_T, position_T, attention.ForestLayout(forest.paths()))[parent_N]
-
-    def _score(self, forest: Forest, entropy: bool, likely: head.Likely | None = None) -> list[Tensor]:
-        at_N, hidden_NE = self._parents(forest)
-        found = [torch.zeros(len(forest), device=self.device) for _ in range(2 if likely is None else 3)]
-        if len(at_N):
-            columns = (forest.token_T, forest.temperature_T)
-            token_N, temperature_N = (torch.from_numpy(values_T).to(self.device)[at_N] for values_T in columns)
-            values = self._head.score(hidden_NE, token_N, temperature_N, entropy, likely)
-            found = [zeros_T.index_put((at_N,), value_N) for zeros_T, value_N in zip(found, values, strict=True)]
-        return found
 
     # -- weights ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minirllm import checkpoint, models
+from minirllm import attention, checkpoint, models
 from minirllm.config import Config, find
 from minirllm.conversation import matcher
 from minirllm.engines import ENGINES, Engine
@@ -102,7 +102,7 @@ def facts(loaded: models.LoadedModel, policy: Policy, renderer: Renderer) -> dic
         "model_revision": loaded.revision,
         "template_hash": renderer.template.sha256,
         "level": policy.level,
-        "row_multiple": policy.row_multiple,
+        "row_multiple": attention.ROW_MULTIPLE,
         "threads": policy.threads,
         "device": str(policy.device),
         "tool_syntax": renderer.template.syntax,

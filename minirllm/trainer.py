@@ -168,7 +168,7 @@ class Trainer:
         *known, weight_N = (torch.from_numpy(values_T).to(self.policy.device)[at_N] for values_T in columns)
         config, bonus = self.config, self.config.entropy_bonus > 0
         reference_N = self.policy.score(forest, reference=True)[0][at_N] if objective.in_loss(config) else None
-        logprob_T, entropy_T, divergence_T = self.policy.diverge(forest, entropy=bonus)
+        logprob_T, entropy_T, divergence_T = self.policy.score(forest, entropy=bonus)
         proximal_N, entropy_N = None if proximal_T is None else proximal_T[at_N], entropy_T[at_N]
         divergence_N = None if divergence_T is None else divergence_T[at_N]
         tokens = replace(Tokens(logprob_T[at_N], *known), divergence_N=divergence_N)

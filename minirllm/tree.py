@@ -279,25 +279,16 @@ def _flatten(merged: TokenTree, source: Spans, trained: set[int], count: int) ->
             ends.append(end)
             parents.append(segment)
             segment = len(starts) - 1
-        learn = index in trained
-        values = {
-            "token_T": node.tokens,
-            "parent_T": [last, *range(total, end - 1)],
-            "position_T": range(depth, depth + size),
-            "trained_T": [learn] * size,
-            "logprob_T": node.logprobs if learn else [0.0] * size,
-            "advantage_T": [0.0] * size,
-            "weight_T": [0.0] * size,
-            "sequence_T": [-1] * size,
-            "role_T": [0] * size,
-            "target_T": [-1] * size,
-            "temperature_T": [node.temperature if learn else 1.0] * size,
-        }
-        for name, column in columns.items():
-            column.append(np.array(values[name], _DTYPES[name]))
-        if learn:
+        values: dict[str, Sequence[float]] = {name: [neutral] * size for name, neutral in _UNTRAINED.items()}
+        values |= {"token_T": node.tokens, "parent_T": [last, *range(total, end - 1)]}
+        values["position_T"] = range(depth, depth + size)
+        if index in trained:
+            values |= {"trained_T": [True] * size, "logprob_T": node.logprobs}
+            values["temperature_T"] = [node.temperature] * size
             tree, at = source[index]
             spans[tree][at] = (total, end)
+        for name, column in columns.items():
+            column.append(np.array(values[name], _DTYPES[name]))
         stack.extend((child, end - 1, depth + size, segment) for child in sorted(node.children, key=rank, reverse=True))
         total = end
     arrays = {name: np.concatenate([np.empty(0, _DTYPES[name]), *column]) for name, column in columns.items()}

@@ -9,6 +9,7 @@ import torch
 from minirllm.algorithms import Group, create
 from minirllm.attention import ForestLayout
 from minirllm.config import Config
+from minirllm.head import logprobs
 from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.tree import TokenTree
@@ -42,7 +43,7 @@ def lone_logprobs(policy, ids):
     """Log p(token) ``[L - 1]`` of tokens 1.. of one sequence, by itself: what the sampler captures."""
     ids = torch.tensor(ids)
     hidden = policy.hidden(ids, torch.arange(len(ids)), ForestLayout([[(0, len(ids))]]))
-    rows = policy.logprobs(policy.logits(hidden[:-1]), torch.full((len(ids) - 1,), TEMPERATURE))
+    rows = logprobs(policy.logits(hidden[:-1]), torch.full((len(ids) - 1,), TEMPERATURE))
     return rows.gather(1, ids[1:, None])[:, 0]
 
 

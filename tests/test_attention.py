@@ -103,10 +103,3 @@ def test_blocks_cover_the_queries_and_reach_their_own_keys():
     assert [(start, end) for start, end, _ in blocks] == [(0, 256), (256, 300)]
     assert [mask.shape for _, _, mask in blocks] == [(768, 768), (132, 768)]
     assert (blocks[0][2] == 0).sum(1)[:256].tolist() == list(range(401, 657))
-
-
-def test_a_boolean_and_its_additive_mask_are_the_same():
-    q, k, v = (torch.randn(2, rows, D, generator=torch.Generator().manual_seed(rows)) for rows in (8, 256, 256))
-    visible = torch.rand(8, 256, generator=torch.Generator().manual_seed(5)) < 0.5
-    additive = attention.additive(visible)
-    assert torch.equal(attention.tiled(q, k, v, visible, SCALING), attention.tiled(q, k, v, additive, SCALING))

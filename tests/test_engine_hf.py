@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from minirllm import attention, tree
 from minirllm.config import Config
-from minirllm.engines import cache
+from minirllm.engines import cache, sampling
 from minirllm.engines.hf import HFEngine
 from minirllm.engines.step import MOST_SLOTS, affordable
 from minirllm.errors import EngineError
@@ -147,7 +147,7 @@ async def test_captured_logprobs_are_the_trainers(policy: Policy) -> None:
         trees.append(tree.TokenTree())
         trees[-1].add(prompt, completion, f"call{i}")
     forest, _ = tree.merge(trees)
-    logprob_T, _ = policy.score(forest)  # with gradient, as in training
+    logprob_T, *_ = policy.score(forest)  # with gradient, as in training
     trained = torch.from_numpy(forest.trained_T)
     gap = (logprob_T.detach() - torch.from_numpy(forest.logprob_T))[trained].abs().max().item()
     assert int(trained.sum()) == 57
@@ -209,7 +209,7 @@ async def test_smollm2_among_others_with_a_cached_prefix_and_in_training(smollm2
         trees[i].add(asked[i], completion, f"call{i}")
     forest, _ = tree.merge(trees)
     with torch.no_grad():
-        logprob_T, _ = await policy.run(policy.score, forest)
+        logprob_T, *_ = await policy.run(policy.score, forest)
     gap = (logprob_T - torch.from_numpy(forest.logprob_T)).detach().abs().max().item()
     assert gap == 0 if policy.level == "exact" else gap <= 1e-4
     await asyncio.to_thread(policy.close)
@@ -247,13 +247,13 @@ async def test_with_fixed_shapes_nothing_has_another_shape(policy: Policy, monke
     if policy.level != "fixed":
         pytest.skip("the exact level needs no fixed shapes")
     forwards, heads, sampled = set[int](), set[int](), set[int]()
-    hidden, logits, logprobs = policy.hidden, policy.logits, policy.logprobs
+    hidden, logits, logprobs = policy.hidden, policy.logits, sampling.logprobs
     asked = prompts(14, 1, 330, seed=16)
     asked += [asked[0], asked[1], [*asked[2], *asked[3]][:500]]
     async with serving(policy) as engine:
         monkeypatch.setattr(policy, "hidden", lambda t, *args: (forwards.add(len(t)), hidden(t, *args))[1])
         monkeypatch.setattr(policy, "logits", lambda h: (heads.add(len(h)), logits(h))[1])
-        monkeypatch.setattr(policy, "logprobs", lambda x, t: (sampled.add(len(x)), logprobs(x, t))[1])
+        monkeypatch.setattr(sampling, "logprobs", lambda x, t: (sampled.add(len(x)), logprobs(x, t))[1])
         tasks = [asyncio.create_task(engine.generate(p, FREE, i)) for i, p in enumerate(asked)]
         await tasks[0]
         tasks[5].cancel()

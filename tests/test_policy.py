@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_model_itself(family: str) -> None:
 def test_scores_of_a_forest_are_those_of_each_sequence_alone(family: str) -> None:
     whole = forest()
     with policy(random_model(family, attention.IMPLEMENTATION), lora_rank=0) as p:
-        logprob_T, entropy_T = p.score(whole)
+        logprob_T, entropy_T, _ = p.score(whole)
         assert logprob_T.requires_grad
         assert not entropy_T.requires_grad
         together = sorted(logprob_T[torch.from_numpy(whole.trained_T)].tolist())

@@ -13,11 +13,6 @@ from minirllm.engines.sampling import Ending, Rows, invert_cdf, key, most_likely
 from minirllm.types import SamplingParams
 
 
-def logprobs(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-    divisor_R = torch.where(temperature_R > 0, temperature_R, torch.ones_like(temperature_R))
-    return torch.log_softmax(logits_RV / divisor_R[:, None], -1)
-
-
 def rows(temperatures: list[float], seeds: list[int], index: int = 0, special: list | None = None) -> Rows:
     n = len(temperatures)
     return Rows(
@@ -70,26 +65,26 @@ def test_inverse_cdf_across_blocks_never_picks_probability_zero() -> None:
 def test_samples_follow_the_distribution() -> None:
     n = 20_000
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().repeat(n, 1)
-    got = sample(logits, Rows(np.ones(n, np.float32), np.full(n, key(3), np.uint64), np.arange(n)), logprobs)
+    got = sample(logits, Rows(np.ones(n, np.float32), np.full(n, key(3), np.uint64), np.arange(n)))
     share = np.bincount(got.token_ids, minlength=4) / n
     np.testing.assert_allclose(share, [0.1, 0.2, 0.3, 0.4], atol=0.012)  # 3.5 standard errors
 
 
 def test_logprob_is_of_the_tempered_distribution() -> None:
-    got = sample(probs(0.5, 0.25, 0.25), rows([2.0], [0]), logprobs)
+    got = sample(probs(0.5, 0.25, 0.25), rows([2.0], [0]))
     weights = [math.sqrt(0.5), 0.5, 0.5]
     assert got.logprobs[0] == pytest.approx(math.log(weights[got.token_ids[0]] / sum(weights)), abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9])
 def test_cold_is_greedy_with_the_logprob_at_temperature_one(temperature: float) -> None:
-    got = sample(probs(0.2, 0.5, 0.3), rows([sampling.effective_temperature(temperature)], [0]), logprobs)
+    got = sample(probs(0.2, 0.5, 0.3), rows([sampling.effective_temperature(temperature)], [0]))
     assert got.token_ids == [1]
     assert got.logprobs[0] == pytest.approx(math.log(0.5), abs=1e-6)
 
 
 def test_coldest_temperature_gives_numbers() -> None:
-    got = sample(torch.tensor([[30.0, 29.0, -30.0]]), rows([sampling.COLDEST], [0]), logprobs)
+    got = sample(torch.tensor([[30.0, 29.0, -30.0]]), rows([sampling.COLDEST], [0]))
     assert got.token_ids == [0]
     assert got.logprobs == [0.0]
 
@@ -113,7 +108,7 @@ def test_truncation_by_hand() -> None:
 
 def test_truncated_rows_report_the_renormalised_logprob() -> None:
     params = SamplingParams(top_k=1)
-    got = sample(probs(0.5, 0.3, 0.2).repeat(2, 1), rows([1.0, 1.0], [0, 0], special=[(1, params, [])]), logprobs)
+    got = sample(probs(0.5, 0.3, 0.2).repeat(2, 1), rows([1.0, 1.0], [0, 0], special=[(1, params, [])]))
     assert got.token_ids[1] == 0
     assert got.logprobs[1] == 0.0
 
@@ -121,7 +116,7 @@ def test_truncated_rows_report_the_renormalised_logprob() -> None:
 def test_penalties_by_hand() -> None:
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     logits = torch.zeros(2, 3)
-    sample(logits, rows([1.0, 1.0], [0, 1], special=[(1, params, [2, 0, 2])]), logprobs)
+    sample(logits, rows([1.0, 1.0], [0, 1], special=[(1, params, [2, 0, 2])]))
     np.testing.assert_allclose(logits, [[0, 0, 0], [-0.75, 0, -1.0]])
 
 
@@ -129,7 +124,7 @@ def test_most_likely_is_sorted_and_leaves_out_the_impossible() -> None:
     got = most_likely(probs(0.25, 0, 0.75)[0], 3)
     assert [i for i, _ in got] == [2, 0]
     assert got[0][1] == pytest.approx(math.log(0.75))
-    asked = sample(probs(0.25, 0, 0.75), rows([1.0], [0], special=[(0, SamplingParams(top_logprobs=1), [])]), logprobs)
+    asked = sample(probs(0.25, 0, 0.75), rows([1.0], [0], special=[(0, SamplingParams(top_logprobs=1), [])]))
     assert [i for i, _ in asked.top[0]] == [2]
 
 
@@ -144,12 +139,12 @@ def test_a_row_alone_equals_the_row_among_others(vocabulary: int) -> None:
         SamplingParams(min_p=0.02),
     ]
     special = [(i, asks[i % 3], [1, 2]) for i in range(n) if i % 5 == 1]
-    together = sample(logits.clone(), rows(temperatures, seeds, 7, special), logprobs)
+    together = sample(logits.clone(), rows(temperatures, seeds, 7, special))
     for width in (1, 2, 7):
         for at in range(0, n, width):
             part = slice(at, at + width)
             mine = [(i - at, p, s) for i, p, s in special if at <= i < at + width]
-            got = sample(logits[part].clone(), rows(temperatures[part], seeds[part], 7, mine), logprobs)
+            got = sample(logits[part].clone(), rows(temperatures[part], seeds[part], 7, mine))
             assert got.token_ids == together.token_ids[part]
             assert got.logprobs == together.logprobs[part]
             assert all(together.top[at + i] == top for i, top in got.top.items())

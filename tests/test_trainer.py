@@ -63,7 +63,7 @@ async def test_the_trainer_reproduces_the_sampler_bit_for_bit(make_policy):
         pytest.skip(f"determinism level here: {policy.level}")
     batch = build(sampled_group(policy, [1.0, 0.0, 1.0, 0.0]), policy.config, create("grpo"), 0)
     for forest in batch.forests:
-        logprob_T, _ = policy.score(forest)
+        logprob_T, *_ = policy.score(forest)
         assert np.array_equal(logprob_T.detach().numpy(), forest.logprob_T)
     metrics = await Trainer(policy, policy.config, create("grpo")).update(batch)
     for name in ("mismatch_max", "mismatch_mean", "mismatch_kl", "ratio_max", "clip_fraction"):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from minirllm import head
 from minirllm.algorithms import create
 from minirllm.attention import ForestLayout
 from minirllm.batch import Batch, build
@@ -24,7 +25,7 @@ def every_answer(policy):
     ids, trees = torch.tensor(PROMPT), []
     with torch.no_grad():
         hidden = policy.hidden(ids, torch.arange(len(ids)), ForestLayout([[(0, len(ids))]]))
-        logprobs = policy.logprobs(policy.logits(hidden[-1:]), torch.tensor([TEMPERATURE]))[0].tolist()
+        logprobs = head.logprobs(policy.logits(hidden[-1:]), torch.tensor([TEMPERATURE]))[0].tolist()
     for token, logprob in enumerate(logprobs):
         trees.append(TokenTree())
         trees[-1].add(PROMPT, Completion([token], [logprob], "stop", policy.version, TEMPERATURE), str(token))

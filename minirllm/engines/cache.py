@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirllm import attention
-from minirllm.attention import Layout
 
 
 @dataclass(slots=True)
@@ -180,20 +179,3 @@ class Prefill:
         if window not in self._blocks:
             self._blocks[window] = list(attention.blocks_of(n, self.own.stop, H // K, window, q_HTD.device))
         return attention.attend_blocks(q_HTD, keys_KDC.transpose(1, 2), values_KCD, self._blocks[window], scaling)
-
-
-class Packed:
-    """Several layouts side by side in one forward: each takes its number of tokens, in order."""
-
-    def __init__(self, parts: Sequence[tuple[int, Layout]]):
-        self.parts = parts
-
-    def attend(
-        self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        out, at = [], 0
-        for tokens, part in self.parts:
-            own = slice(at, at + tokens)
-            out.append(part.attend(layer, q_HTD[:, own], k_KTD[:, own], v_KTD[:, own], scaling, window))
-            at += tokens
-        return torch.cat(out)

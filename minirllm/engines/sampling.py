@@ -1,7 +1,7 @@
 """From logits to sampled tokens: many rows at once, each row's result independent of the other rows.
 
 Owns: the noise, the inverse CDF, truncation (top_k, top_p, min_p), penalties, and when a sequence ends.
-Does not know: slots, caches, models; the log-softmax is handed in, because the trainer must use the same one.
+Does not know: slots, caches, models. The log-softmax is the trainer's, too.
 
 The noise is counter-based: one uniform number per (request seed, token index), so it depends neither on how many
 numbers other requests drew nor on the order they were drawn in.
@@ -11,7 +11,7 @@ Legend: R rows, V vocabulary, B blocks of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,12 +19,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from minirllm.head import logprobs
 from minirllm.types import SamplingParams, StopCheck
 
 BLOCK = 256  # vocabulary entries whose probabilities are summed first: few enough for an accurate float32 sum
 COLDEST = 1e-6  # below this temperature sampling is greedy: dividing by less overflows float32
-
-Logprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits [R, V], temperature [R]) -> [R, V]
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ def effective_temperature(temperature: float) -> float:
     return temperature if temperature >= COLDEST else 0.0
 
 
-def sample(logits_RV: torch.Tensor, rows: Rows, logprobs: Logprobs) -> Samples:
+def sample(logits_RV: torch.Tensor, rows: Rows) -> Samples:
     """One token per row, with its log-probability under the distribution it was sampled from.
 
     Penalties change the logits, then comes temperature, then truncation with renormalisation. A greedy row takes the

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirllm import attention
+from minirllm import attention, head
 from minirllm.config import Config
 from minirllm.engines.sampling import Ending, effective_temperature, most_likely
 from minirllm.errors import ConfigError, ContextOverflow, EngineError
@@ -131,7 +131,7 @@ class ScriptedEngine:
         position_T = torch.arange(len(token_T), device=device)
         hidden_TE = self.policy.hidden(token_T, position_T, attention.ForestLayout([[(0, len(token_T))]]))
         temperature_n = torch.from_numpy(np.full(n, temperature, np.float32)).to(device)
-        logprob_nV = self.policy.logprobs(self.policy.logits(hidden_TE[-n:]), temperature_n)
+        logprob_nV = head.logprobs(self.policy.logits(hidden_TE[-n:]), temperature_n)
         return [
             SampledToken(token, float(logprob_nV[i, token]), most_likely(logprob_nV[i], top) if top else ())
             for i, token in enumerate(reply)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from minirllm import attention
-from minirllm.attention import Layout
+from minirllm.attention import Layout, Packed
 from minirllm.config import Config
-from minirllm.engines.cache import Decode, Packed, Prefill, Shapes, SlotCache
+from minirllm.engines.cache import Decode, Prefill, Shapes, SlotCache
 from minirllm.engines.graph import DecodeGraph
 from minirllm.engines.sampling import Rows, Samples, sample
 from minirllm.errors import EngineError
@@ -142,7 +142,7 @@ class Runner:
         rows = step.rows
         if self.fixed:
             hidden_NE, rows = F.pad(hidden_NE, (0, 0, 0, self.slots - N)), rows.padded(self.slots)
-        return sample(self.policy.logits(hidden_NE), rows, self.policy.logprobs)
+        return sample(self.policy.logits(hidden_NE), rows)
 
     def _packed(self, step: Step) -> torch.Tensor:
         """One forward over rows and chunks. Returns hidden states ``[N, E]`` of the rows and of the prompts that end
