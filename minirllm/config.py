@@ -246,15 +246,10 @@ def _typed(name: str, value: Any) -> Any:
     try:
         if kind is bool and isinstance(value, str):
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError
-        if kind in (int, float) and isinstance(value, bool):
-            raise ValueError
-        if kind is int and isinstance(value, float) and value != int(value):
+        wrong = (kind is bool) != isinstance(value, bool) or (kind is str and not isinstance(value, str))
+        if wrong or (kind is int and isinstance(value, float) and value != int(value)):
             raise ValueError
         if kind is str:
-            if not isinstance(value, str):
-                raise ValueError
             value.encode()  # bytes of a file name that are no UTF-8 could not be written to config.toml
         return kind(value)
     except (ValueError, KeyError, TypeError, OverflowError):

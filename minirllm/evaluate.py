@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minirllm import harness, watchdog
+from minirllm import harness, interrupt
 from minirllm.config import Config
 from minirllm.errors import UserError
 from minirllm.files import write_whole
 from minirllm.flow import TaskModule
-from minirllm.interrupt import interruptible
 from minirllm.providers.serving import serving
 from minirllm.returns import mean_signals
 from minirllm.rollouts import Job, Runner
@@ -141,14 +140,9 @@ def run(
     """Evaluate a model (or `checkpoint` of it), or a provider's, on the first ``config.eval_tasks`` tasks of `split`
     (0: all)."""
     tasks = task.train(config) if split == "train" else task.held_out(config)
-
     agent = harness.agent(task, config)
 
     async def work() -> EvalResult:
-        with interruptible(steps=False):
-            return await rollouts()
-
-    async def rollouts() -> EvalResult:
         async with serving(config, weights=checkpoint) as place:
             runner = Runner(place.sessions, place.base_url, agent, task.evaluator, config)
             who = {name: place.facts[name] for name in ANSWERING if name in place.facts}
@@ -158,7 +152,7 @@ def run(
             finally:
                 await runner.close()
 
-    return watchdog.run(work())
+    return interrupt.run(lambda stop: work(), steps=False)
 
 
 def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:

@@ -19,6 +19,13 @@ from minirllm.types import Episode, TerminationReason
 PLACE = "place"  # in an episode's metadata: of its task among those of the step
 NEVER_GRADED = ("error", "timeout", "no_calls", "grading_error", "grading_timeout", "unknown")
 
+SAID = {  # of a metric that is not zero
+    "tasks_surplus": "{tasks_surplus:.0f} tasks to spare",
+    "tasks_passed_over": "{tasks_passed_over:.0f} tasks passed over for their solve rate",
+    "refill_tasks": "refilled by {refill_tasks:.0f} tasks in {refill_rounds:.0f} rounds",
+    "step_rewards_unused": "{step_rewards_unused:.0f} rewards of calls not used (credit = trajectory)",
+}
+
 
 def reasons(config: Config) -> frozenset[str]:
     """How episodes may end that are left out. Raises ConfigError for an end that there is not, or is never graded."""
@@ -99,13 +106,6 @@ def nothing_left(row: Mapping[str, Any], graded: int, config: Config) -> str:
 def sentences(row: Mapping[str, Any]) -> list[str]:
     """What a step's line says of all that."""
     told = [f"{row[name]:.0f} left out that ended by {name[8:]}" for name in row if name.startswith("dropped/")]
-    if row.get("tasks_surplus"):
-        told.append(f"{row['tasks_surplus']:.0f} tasks to spare")
-    if row.get("tasks_passed_over"):
-        told.append(f"{row['tasks_passed_over']:.0f} tasks passed over for their solve rate")
-    if row.get("refill_tasks"):
-        told.append(f"refilled by {row['refill_tasks']:.0f} tasks in {row['refill_rounds']:.0f} rounds")
-    if row.get("step_rewards_unused"):
-        told.append(f"{row['step_rewards_unused']:.0f} rewards of calls not used (credit = trajectory)")
+    told += [words.format_map(row) for name, words in SAID.items() if row.get(name)]
     absent = [name[7:] for name in row if name.startswith("absent/")]
     return [*told, f"no trajectory named {' or '.join(absent)}, as roles has it"] if absent else told

@@ -14,8 +14,12 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from minirllm import watchdog
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -75,3 +79,14 @@ def interruptible(steps: bool = True) -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, Result]], steps: bool = True) -> Result:
+    """What `work` returns, in an event loop of its own, where signals are heard. It is given a function: shall it end
+    after the step in hand?"""
+
+    async def heard() -> Result:
+        with interruptible(steps) as interrupt:
+            return await work(lambda: interrupt.asked)
+
+    return watchdog.run(heard())

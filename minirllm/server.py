@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -50,22 +51,18 @@ SPARE = 100  # calls of one session that may be open or refused besides its quot
 SHUTDOWN = 1  # seconds that answers in flight get
 
 
+@dataclass(eq=False)
 class Endpoint:
-    """What the routes share. `exchanges` are the model calls in flight."""
+    """The routes, and what they share."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        model: str,
-        serve_session: Callable[[], AnySession] | None,
-        admin_key: str,
-        max_body: int,
-        keep_alive: float,
-    ):
-        self.sessions, self.model, self.serve_session = sessions, model, serve_session
-        self.admin_key, self.max_body, self.keep_alive = admin_key, max_body, keep_alive
-        self.exchanges: set[Exchange] = set()
-        self._kept: WeakKeyDictionary[AnySession, Kept] = WeakKeyDictionary()
+    sessions: Sessions
+    model: str
+    serve_session: Callable[[], AnySession] | None = None  # gives that of calls to ``/v1`` without one; None: refused
+    admin_key: str = ""  # empty: the admin routes are off
+    max_body: int = MAX_BODY  # bytes
+    keep_alive: float = KEEP_ALIVE  # seconds
+    exchanges: set[Exchange] = field(default_factory=set)  # the model calls in flight
+    _kept: WeakKeyDictionary[AnySession, Kept] = field(default_factory=WeakKeyDictionary)
 
     def session(self, sid: str | None, headers: Mapping[str, str]) -> AnySession:
         """The open session a request belongs to, its key checked. Raises RequestError with 401, 404 or 410."""
@@ -248,18 +245,8 @@ async def _internal_error(request: Request, problem: Exception) -> Response:
     return JSONResponse(openai_error(RequestError(INTERNAL, status=500)), 500)
 
 
-def build_app(
-    sessions: Sessions,
-    *,
-    model: str,
-    serve_session: Callable[[], AnySession] | None = None,
-    admin_key: str = "",
-    max_body: int = MAX_BODY,
-    keep_alive: float = KEEP_ALIVE,
-) -> Starlette:
-    """The endpoint. `serve_session` gives the session of calls to ``/v1`` without one (None: refused); an empty
-    `admin_key` turns the admin routes off; `keep_alive` is in seconds, `max_body` in bytes."""
-    endpoint = Endpoint(sessions, model, serve_session, admin_key, max_body, keep_alive)
+def build_app(endpoint: Endpoint) -> Starlette:
+    """Its routes as an ASGI app."""
     one = "/sessions/{sid:path}"  # an id may hold ':' and '/', percent-encoded or not
     routes = [Route("/health", endpoint.health)]
     for name, dialect in DIALECTS.items():
@@ -283,9 +270,7 @@ def build_app(
         ClientGone: _client_gone,
         Exception: _internal_error,
     }
-    built = Starlette(routes=routes, exception_handlers=handlers)
-    built.state.endpoint = endpoint
-    return built
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -315,10 +300,10 @@ class _Connection(H11Protocol):
 
 
 class Server:
-    """Serves an app inside the running event loop."""
+    """Serves an endpoint inside the running event loop."""
 
-    def __init__(self, app: Starlette):
-        self.app = app
+    def __init__(self, endpoint: Endpoint):
+        self.endpoint = endpoint
         self._uvicorn: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -335,7 +320,7 @@ class Server:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self.app,
+            build_app(self.endpoint),
             http=_Connection,
             ws="none",
             lifespan="off",
@@ -368,7 +353,7 @@ class Server:
         if self._uvicorn is None or self._task is None or self._sweeper is None:
             return
         self._sweeper.cancel()
-        for exchange in list(self.app.state.endpoint.exchanges):
+        for exchange in list(self.endpoint.exchanges):
             exchange.stop()
         answering = self._uvicorn.server_state.tasks
         if answering:

@@ -20,13 +20,7 @@ from typing import Any
 
 from minirllm.conversation import Answer, Match
 from minirllm.engines import Sampler
-from minirllm.errors import (
-    ContextOverflow,
-    EngineError,
-    QuotaExceeded,
-    RequestError,
-    SessionClosed,
-)
+from minirllm.errors import ContextOverflow, EngineError, QuotaExceeded, RequestError, SessionClosed
 from minirllm.inflight import Flight, OnDelta, Sample, identify, identity, prompt_digest, shown_tools
 from minirllm.recorded import AnySession
 from minirllm.renderer import Renderer

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minirllm import stack, watchdog
+from minirllm import interrupt, stack
 from minirllm.algorithms.sft import SFT
 from minirllm.batch import Batch, pack
 from minirllm.config import Config
@@ -26,7 +26,6 @@ from minirllm.dialects import chat
 from minirllm.engines import Sampler
 from minirllm.errors import ContextOverflow, DataError, RequestError
 from minirllm.files import sha256
-from minirllm.interrupt import interruptible
 from minirllm.log import RunLog
 from minirllm.renderer import Renderer
 from minirllm.saving import Saving
@@ -214,9 +213,4 @@ async def _loop(
 
 def run(data: Path, config: Config, **options: Any) -> dict[str, Any]:
     """`train` for callers without an event loop; signals end it as `interrupt` says."""
-
-    async def work() -> dict[str, Any]:
-        with interruptible() as interrupt:
-            return await train(data, config, **options, stop=lambda: interrupt.asked)
-
-    return watchdog.run(work())
+    return interrupt.run(lambda stop: train(data, config, **options, stop=stop))

@@ -24,7 +24,7 @@ from minirllm.engines import ENGINES, Engine
 from minirllm.errors import CheckpointError, ConfigError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 from minirllm.trainer import rehearse
 from minirllm.types import Episode
@@ -79,8 +79,7 @@ async def serving(
         matcher=matcher(config.matcher),
     )
     shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
-    app = build_app(sessions, model=model_id, serve_session=shared, admin_key=admin_key, max_body=config.max_body)
-    server = Server(app)
+    server = Server(Endpoint(sessions, model_id, shared, admin_key, config.max_body))
     try:
         if training and policy.device.type == "cuda":
             await policy.run(rehearse, policy, config)

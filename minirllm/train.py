@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minirllm import ahead, evaluate, filters, grouping, harness, penalty, watchdog
+from minirllm import ahead, evaluate, filters, grouping, harness, interrupt, penalty
 from minirllm.ahead import Ahead, History
 from minirllm.algorithms import objective, roles
 from minirllm.batch import Batch
@@ -28,7 +28,6 @@ from minirllm.config import Config
 from minirllm.errors import LedgerError, TeacherError, UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
-from minirllm.interrupt import interruptible
 from minirllm.log import RunLog
 from minirllm.rollouts import Job, Runner
 from minirllm.saving import Saving, unlearned
@@ -186,12 +185,7 @@ def run(task: TaskModule, config: Config, *, resume: bool = False, quiet: bool =
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
         raise UserError("An event loop is running here: `await minirllm.train.train(task, config)` instead.")
-
-    async def work() -> dict[str, Any]:
-        with interruptible() as interrupt:
-            return await train(task, config, resume=resume, quiet=quiet, stop=lambda: interrupt.asked)
-
-    return watchdog.run(work())
+    return interrupt.run(lambda stop: train(task, config, resume=resume, quiet=quiet, stop=stop))
 
 
 if __name__ == "__main__":  # the command line with its options, without importing the row below this one

@@ -11,7 +11,7 @@ from minirllm.client import chat
 from minirllm.config import Config, load
 from minirllm.flow import TaskModule
 from minirllm.rollouts import Job, Runner
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 from tests.fake_engine import RENDERER, FakeEngine
 
@@ -37,7 +37,7 @@ class Place:
 async def serving() -> AsyncIterator[Place]:
     engine = FakeEngine(lambda prompt, seed: "Hello")
     sessions = Sessions(engine, RENDERER, "tiny", max_calls=4)
-    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=10_000))
+    server = Server(Endpoint(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=10_000))
     yield Place(sessions, await server.start(), engine)
     await server.close()
 
@@ -48,7 +48,7 @@ async def running(task: TaskModule, answer: Callable[[str, int], str], data: str
     config = load(defaults={**task.defaults, "data": data, "retries": 0})
     agent = await asyncio.to_thread(harness.agent, task, config)
     sessions = Sessions(FakeEngine(answer), RENDERER, "tiny", max_calls=50)
-    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
+    server = Server(Endpoint(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
     runner = Runner(sessions, await server.start(), agent, task.evaluator, config)
     try:
         yield runner

@@ -14,7 +14,7 @@ import openai
 
 from minirllm.models.tiny import build_tokenizer
 from minirllm.renderer import Renderer
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.session import Session
 from minirllm.sessions import Sessions
 from minirllm.types import Completion, SampledToken, SamplingParams
@@ -107,7 +107,7 @@ async def serving(enforced: SamplingParams | None = None, **options) -> AsyncIte
     engine = FakeEngine(renderer)
     sessions = Sessions(engine, renderer, "tiny")
     session = sessions.create("task:0/1", key=KEY, enforced=enforced)
-    server = Server(build_app(sessions, model="tiny", admin_key=ADMIN, **options))
+    server = Server(Endpoint(sessions, model="tiny", admin_key=ADMIN, **options))
     base = await server.start()
     try:
         yield Place(base, sessions, session, engine, server)

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from minirllm.errors import EngineError
+from minirllm.server import build_app
 from tests.endpoint import CALL, KEY, TOOL, USER, Place, error_of, raw, serving, until
 
 
@@ -185,7 +186,9 @@ async def test_an_answer_that_never_arrived_is_given_again(place: Place, stream)
     received: list[bool] = []
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     path = "/sessions/task:0/1/v1/chat/completions"
-    await place.server.app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
+    await build_app(place.server.endpoint)(
+        {"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send
+    )
     assert len(place.session.steps) == 1
     again = (await place.post(body={"messages": [USER]})).json()
     assert again["id"] == f"chatcmpl-{place.session.steps[0].id}"

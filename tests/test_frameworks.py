@@ -28,7 +28,7 @@ from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.rollouts import Job, Runner
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 from minirllm.store import EpisodeStore
 from tests.clerk import EXAMPLES, STOCK, call
@@ -114,7 +114,7 @@ async def run(policy: Policy, agent: Any, replies: tuple[str, ...]) -> tuple[Epi
     engine = ScriptedEngine(policy, CONFIG, replies)
     await engine.start()
     sessions = Sessions(engine, Renderer(policy.tokenizer), "tiny", max_calls=CONFIG.max_calls)
-    server = Server(build_app(sessions, model="tiny"))
+    server = Server(Endpoint(sessions, model="tiny"))
     runner = Runner(sessions, await server.start(), agent, TASK.evaluator, CONFIG)
     try:
         (lamps,) = [one for one in TASK.train(CONFIG) if one.id == "lamps"]

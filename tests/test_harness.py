@@ -19,7 +19,7 @@ from minirllm.errors import ConfigError, TaskError, UserError
 from minirllm.flow import AgentFlow, evaluator, load_task
 from minirllm.harness import Context, Harness, Launch
 from minirllm.rollouts import Job, Runner
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 from minirllm.types import Episode, Task, TerminationReason
 from tests import shells
@@ -72,7 +72,7 @@ def scripted(script: str, **fields: object) -> Harness:
 @asynccontextmanager
 async def running(agent: AgentFlow, **options: object) -> AsyncIterator[Runner]:
     sessions = Sessions(FakeEngine(lambda prompt, seed: "hello"), RENDERER, "tiny")
-    server = Server(build_app(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
+    server = Server(Endpoint(sessions, model="tiny", serve_session=None, admin_key="admin", max_body=100_000))
     config = Config(**{"retries": 0, "episode_timeout": 60.0, **options})
     runner = Runner(sessions, await server.start(), agent, one, config)
     try:

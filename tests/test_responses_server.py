@@ -232,10 +232,10 @@ async def test_a_session_that_ended_takes_its_answers_with_it(place: Place) -> N
     other = weakref.ref(place.sessions.create("other", key=KEY))
     async with openai.AsyncOpenAI(base_url=f"{place.base}/sessions/other/v1", api_key=KEY) as client:
         await client.responses.create(model="m", input="hi")
-        kept = weakref.ref(place.server.app.state.endpoint.kept(other()))
+        kept = weakref.ref(place.server.endpoint.kept(other()))
         assert kept() is not None
     place.sessions.close("other")
-    await until(lambda: not place.server.app.state.endpoint.exchanges)
+    await until(lambda: not place.server.endpoint.exchanges)
     gc.collect()
     assert (other(), kept()) == (None, None)
 

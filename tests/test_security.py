@@ -245,12 +245,12 @@ async def test_a_session_that_is_refused_again_and_again_is_not_read_any_more(pl
 async def test_a_session_cannot_hold_more_connections_than_calls(place: Place) -> None:
     place.session.max_calls = 3
     held = [await raw(place, "content-length: 5000", b"{") for _ in range(103)]
-    await until(lambda: len(place.server.app.state.endpoint.exchanges) == 103)
+    await until(lambda: len(place.server.endpoint.exchanges) == 103)
     refused = await place.post(body={"messages": [USER]})
     assert (refused.status_code, error_of(refused)["code"]) == (403, "insufficient_quota")
     for _, writer in held:
         writer.close()
-    await until(lambda: not place.server.app.state.endpoint.exchanges)
+    await until(lambda: not place.server.endpoint.exchanges)
     assert (await place.post(body={"messages": [USER]})).status_code == 200
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from minirllm.dialects import DIALECTS
 from minirllm.errors import RequestError, UserError
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.session import Session
 from minirllm.sessions import Sessions
 from minirllm.types import SamplingParams
@@ -255,7 +255,7 @@ async def test_a_taken_port_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"Cannot listen on 127.0.0.1:{port}"):
-            await Server(build_app(Sessions(None, None, "tiny"), model="tiny")).start(port=port)
+            await Server(Endpoint(Sessions(None, None, "tiny"), model="tiny")).start(port=port)
 
 
 async def test_many_calls_at_once_are_queued_never_refused(place: Place) -> None:
@@ -274,7 +274,7 @@ async def test_a_connection_that_was_reset_is_forgotten(place: Place) -> None:
     body = json.dumps({"messages": [USER]}).encode()
     reader, writer = await raw(place, body=body)
     await reader.readuntil(b"}]")  # the answer has begun to arrive: a keep-alive timer of 75 seconds is running
-    await until(lambda: not place.server.app.state.endpoint.exchanges)
+    await until(lambda: not place.server.endpoint.exchanges)
     (connection,) = place.server._uvicorn.server_state.connections
     forgotten = weakref.ref(connection)
     del connection

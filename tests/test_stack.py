@@ -12,7 +12,7 @@ import pytest
 
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, UserError
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 from minirllm.stack import serving
 
@@ -65,7 +65,7 @@ async def test_the_admin_routes_have_a_key_of_their_own() -> None:
 
 
 async def test_answers_are_not_held_back_by_the_socket() -> None:
-    server = Server(build_app(Sessions(None, None, "m"), model="m"))
+    server = Server(Endpoint(Sessions(None, None, "m"), model="m"))
     base_url = await server.start()
     host, _, port = base_url.removeprefix("http://").partition(":")
     _reader, writer = await asyncio.open_connection(host, int(port))

@@ -305,7 +305,7 @@ async def test_a_client_that_sends_headers_and_stalls_gets_a_408(hasty: Place, c
         dripping.cancel()
     writer.close()
     await until(lambda: connections(hasty) == 0)
-    assert hasty.server.app.state.endpoint.exchanges == set()
+    assert hasty.server.endpoint.exchanges == set()
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -324,7 +324,7 @@ async def test_a_client_that_opens_a_stream_and_never_reads_is_closed(hasty: Pla
     await until(lambda: hasty.engine.calls == 8)
     await until(lambda: connections(hasty) == 0)
     plain.close()
-    await until(lambda: hasty.server.app.state.endpoint.exchanges == set())
+    await until(lambda: hasty.server.endpoint.exchanges == set())
     assert "closed" in caplog.text
     assert hasty.session.waiting().startswith("no unanswered")
 

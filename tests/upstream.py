@@ -13,7 +13,7 @@ from typing import Any
 import openai
 
 from minirllm.config import Config
-from minirllm.providers.serving import Endpoint, serving
+from minirllm.providers.serving import Served, serving
 
 SECRET = "sk-provider-SENTINEL-0123456789"
 USER = {"role": "user", "content": "hi"}
@@ -112,7 +112,7 @@ async def die(writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def proxy(url: str, key: str = SECRET, **options: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, Endpoint]]:
+async def proxy(url: str, key: str = SECRET, **options: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
     """A proxy to `url`, and the official client to its open route."""
     os.environ["UPSTREAM_KEY"] = key
     config = Config(base_url=url, model="m", key_env="UPSTREAM_KEY", **options)

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from minirllm import config
+from minirllm.commands.options import FROM_RUN, chosen
 from minirllm.config import Config
-from minirllm.options import FROM_RUN, chosen
 
 
 def module(name: str) -> Any:

@@ -10,8 +10,8 @@ import click
 
 from minirllm import flow
 from minirllm.commands import module, prepare, with_checkpoint
+from minirllm.commands.options import EVAL, SERVE, flags
 from minirllm.config import Config
-from minirllm.options import EVAL, SERVE, flags
 
 
 @click.command("eval")

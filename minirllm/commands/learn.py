@@ -11,10 +11,10 @@ import click
 
 from minirllm import config, flow
 from minirllm.commands import module, prepare, sentence
+from minirllm.commands.options import DISTILL, SFT, TRAIN, chosen, flags
 from minirllm.config import Config
 from minirllm.errors import CheckpointError, EngineError, UserError
 from minirllm.interrupt import Terminated
-from minirllm.options import DISTILL, SFT, TRAIN, chosen, flags
 
 RESUME = click.option(
     "--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the run's own options."

@@ -8,8 +8,8 @@ import click
 
 from minirllm import flow
 from minirllm.commands import module, prepare
+from minirllm.commands.options import chosen, flags
 from minirllm.errors import UserError
-from minirllm.options import chosen, flags
 
 LONGEST = 876_000  # hours: a hundred years
 

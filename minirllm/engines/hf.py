@@ -121,8 +121,7 @@ class HFEngine:
         if self._ended is not None:
             raise EngineError(self._ended)
         assert len(prompt_ids) > 0, "an empty prompt has no last token to continue"
-        limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        ending = Ending(params, self.policy.eos_ids, limit, stop)
+        ending = Ending(params, self.policy.eos_ids, room, stop)
         temperature, version = effective_temperature(params.temperature), self.policy.version
         version = version if weights is None else weights
         future: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()

@@ -163,11 +163,11 @@ def _penalise(logits_RV: torch.Tensor, rows: Rows) -> None:
 
 
 class Ending:
-    """When one sequence ends: an end id, a text stop, or `limit` tokens."""
+    """When one sequence ends: an end id, a text stop, or as many tokens as are asked for, or there is `room` for."""
 
-    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], limit: int, stop: StopCheck | None):
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], room: int, stop: StopCheck | None):
         self.ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        self.limit, self.stop = limit, stop
+        self.limit, self.stop = room if params.max_tokens is None else min(room, params.max_tokens), stop
 
     def reason(self, sampled: Sequence[int]) -> Literal["stop", "length"] | None:
         """Why the sequence ends with these sampled ids, or None."""

@@ -77,8 +77,7 @@ class ScriptedEngine:
         if self._ended is not None:
             raise EngineError(self._ended)
         self.prompts.append(list(prompt_ids))
-        limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        ending = Ending(params, self.policy.eos_ids, limit, stop)
+        ending = Ending(params, self.policy.eos_ids, room, stop)
         ids: list[int] = []
         reason = None
         for token in self._reply(prompt_ids):

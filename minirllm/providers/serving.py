@@ -21,13 +21,13 @@ from minirllm.conversation import matcher
 from minirllm.errors import ConfigError
 from minirllm.providers.session import ProviderSession
 from minirllm.providers.upstream import connected
-from minirllm.server import Server, build_app
+from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
 
 SAMPLING = "the provider's: seeds are passed on, and nothing is promised of what they do"
 
 
-class Endpoint(Protocol):
+class Served(Protocol):
     """What is served, whoever answers. `base_url` is without ``/v1``; `facts` name at least the ``model``."""
 
     sessions: Sessions
@@ -52,7 +52,7 @@ async def serving(
     address: tuple[str, int] = ("127.0.0.1", 0),
     open_key: str | None = None,
     admin_key: str = "",
-) -> AsyncIterator[Endpoint]:
+) -> AsyncIterator[Served]:
     """Start the endpoint that `config` asks for, and stop it at the end; the options are those of `stack.serving`.
 
     Raises UserError of every kind that this can do.
@@ -78,11 +78,8 @@ async def serving(
             matcher=matcher(config.matcher),
         )
         shared = None if open_key is None else functools.partial(sessions.create_open, open_key)
-        app = build_app(
-            sessions, model=provider.model, serve_session=shared, admin_key=admin_key, max_body=config.max_body
-        )
         facts = {"model": provider.model, "provider": provider.name, "base_url": provider.base_url}
-        server = Server(app)
+        server = Server(Endpoint(sessions, provider.model, shared, admin_key, config.max_body))
         try:
             yield Proxy(sessions, await server.start(*address), {**facts, "sampling": SAMPLING})
         finally:
