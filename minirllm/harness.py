@@ -2,7 +2,7 @@
 
 Owns: what a harness file says, how one is found, how a program is run for an episode: what it is given, a minimal
 environment, its end with all that it started. Does not know: how programs are installed (tools/install.py), the
-programs themselves, where they work (place.py), sessions, tokens.
+programs themselves, where they work (sandboxes/), sessions, tokens.
 
 A harness file is ``harnesses/<name>.py`` (or anything named as ``module:attr``, a path, or an entry point of the group
 ``minirllm.harnesses``) with ``HARNESS = Harness(...)``. A file may also define ``configured(text) -> Harness``, for
@@ -24,14 +24,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minirllm import reaper
 from minirllm.config import Config, nearest
 from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
-from minirllm.place import Place, read_files
 from minirllm.sandboxes import BASH, WORK, Result, Sandbox, Spec, kind, pool, program
 from minirllm.sandboxes.kept import Recipe
+from minirllm.sandboxes.place import Place, read_files
 from minirllm.sandboxes.pool import Pool
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task, TerminationReason, Trajectory
 from minirllm.watchdog import Deadline
@@ -248,8 +247,7 @@ async def episode(
         )
         launch = await asyncio.to_thread(harness.launch, context)
         await asyncio.to_thread(place.fill, task.metadata.get("files", {}), launch.files)
-        env = environment(context, launch)
-        done = await _run(launch.argv, env, context.work, deadline)
+        done = await place.run(launch.argv, environment(context, launch), deadline, TAIL)
         files, left_out = await asyncio.to_thread(read_files, place.work)
     finally:
         await asyncio.to_thread(place.close)
@@ -357,34 +355,3 @@ def environment(context: Context, launch: Launch) -> dict[str, str]:
         "PYTHONHASHSEED": "0",  # the order of sets must not differ between runs
         **launch.env,
     }
-
-
-async def _run(argv: tuple[str, ...], env: Mapping[str, str], work: Path, deadline: Deadline) -> Result:
-    """Run a command to its end, or to the deadline. Cancelled, it ends the command, too."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=work, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None, "it was started with pipes"
-    assert process.stdout is not None, "it was started with pipes"
-    assert process.stderr is not None, "it was started with pipes"
-    tails = [asyncio.ensure_future(_tail(stream)) for stream in (process.stdout, process.stderr)]
-    timed_out = False
-    try:
-        await asyncio.wait_for(process.wait(), deadline.remaining())
-    except TimeoutError:
-        timed_out = True
-    finally:
-        process.stdin.close()  # ends what still runs
-        await process.wait()
-        await asyncio.wait(tails, timeout=EARLY)
-    stdout, stderr = (b"" if tail.cancel() else tail.result() for tail in tails)
-    code = process.returncode or 0
-    return Result(stdout, stderr, code if code >= 0 else 128 - code, timed_out)
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    kept = b""
-    while piece := await stream.read(TAIL):
-        kept = (kept + piece)[-TAIL:]
-    return kept

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "minirllm"
 
 # A module imports only from rows above its own. A family (a folder) is one unit; its members may import each other.
 ROWS = [
-    "attention errors linear machine reaper types watchdog",
-    "client config dialects exactness files head interrupt place returns syntaxes tree",
+    "attention errors linear machine types watchdog",
+    "client config dialects exactness files head interrupt returns syntaxes tree",
     "algorithms conversation diagnostics filters flow models policy sandboxes standing store template trackers",
     "ahead checkpoint engines grouping harness log renderer rewards",
     "batch harbor inflight",
@@ -68,7 +68,7 @@ BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "r
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 7736  # lines of code, the count; the goal is 5,000, which is missed
+MAX_CORE = 7524  # lines of code, the count; the goal is 5,000, which is missed
 
 
 def sources() -> list[Path]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from minirllm import place
 from minirllm.errors import TaskError, UserError
-from minirllm.place import Place
+from minirllm.sandboxes import place
+from minirllm.sandboxes.place import Place
 
 
 @pytest.fixture(autouse=True)

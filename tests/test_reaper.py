@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minirllm import reaper
+from minirllm.sandboxes import reaper
 
 HIDING = [  # ways in which a process leaves its group, its parent and its environment
     "sleep {0} &",

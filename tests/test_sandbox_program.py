@@ -184,7 +184,7 @@ async def test_the_tasks_files_are_there_and_those_it_leaves_are_kept() -> None:
 
 
 async def test_an_agents_files_come_out_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minirllm.place.MAX_FILES", 3)
+    monkeypatch.setattr("minirllm.sandboxes.place.MAX_FILES", 3)
     async with create("local", Spec(limits=Limits(memory=128 * MIB, disk=64 * MIB))) as box:
         script = "for n in $(seq 300); do echo $n > f$n; done; mkdir -p a; echo -n x > a/0; truncate -s 50M huge"
         assert (await box.run(script, timeout=60)).exit_code == 0

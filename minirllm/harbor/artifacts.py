@@ -21,8 +21,8 @@ from typing import Any
 from minirllm.errors import SandboxError
 from minirllm.harbor.grading import script
 from minirllm.harbor.task import MAIN, Artifact, Hook, Step
-from minirllm.place import read_files
 from minirllm.sandboxes import BASH, Sandbox
+from minirllm.sandboxes.place import read_files
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,12 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 
 from minirllm.errors import SandboxError
-from minirllm.place import own_folder
 from minirllm.sandboxes import MIB, WORK, Command, Result, Spec, seccomp, to_end
 from minirllm.sandboxes.cgroup import Cgroup, end
 from minirllm.sandboxes.netns import Forward
 from minirllm.sandboxes.ondisk import OnDisk, find_snapshot, keep
 from minirllm.sandboxes.pipes import Ended, communicate, gone
+from minirllm.sandboxes.place import own_folder
 
 logger = logging.getLogger(__name__)
 

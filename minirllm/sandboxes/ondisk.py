@@ -14,8 +14,8 @@ from pathlib import Path
 
 from minirllm.errors import SandboxError
 from minirllm.files import cache_root
-from minirllm.place import remove_tree
 from minirllm.sandboxes import NoSnapshot, Sandbox
+from minirllm.sandboxes.place import remove_tree
 
 
 def snapshots(kind: str) -> Path:

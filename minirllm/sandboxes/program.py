@@ -22,8 +22,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from minirllm.errors import SandboxError
-from minirllm.place import Listed, within_limits, write_files
 from minirllm.sandboxes import BASH, WORK, Sandbox, Spec
+from minirllm.sandboxes.place import Listed, within_limits, write_files
 
 HOME = "/home/agent"
 PYTHON = "/usr/bin/python3"

@@ -1,7 +1,8 @@
-"""Where an agent program works for one episode: ``work``, ``home`` and ``tmp`` in a folder of their own.
+"""Where an agent program works for one episode if no sandbox was chosen: ``work``, ``home`` and ``tmp`` in a folder of
+their own, with the rights of this user.
 
-Owns: that folder, from making it to deleting it, what is written into it before and read from it after. Does not know:
-programs, tasks, what the files are for.
+Owns: that folder, from making it to deleting it, what is written into it before and read from it after; that nothing
+the program started outlives it (reaper.py). Does not know: which program, tasks, what the files are for.
 
 Its path is a function of task and rollout, not of the run: programs that tell the model where they are, tell it the
 same in every run.
@@ -9,6 +10,7 @@ same in every run.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -16,17 +18,21 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from minirllm.errors import TaskError, UserError
+from minirllm.sandboxes import Result, reaper
+from minirllm.watchdog import Deadline
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE, MAX_FILES, MAX_BYTES = 2**16, 500, 2**20  # what of the work folder is kept: bytes of one, files, bytes of all
+LAST = 1.0  # seconds that the outputs of an ended program may still take
 
 
 class Place:
@@ -64,12 +70,43 @@ class Place:
         write_files(self.work, work)
         write_files(self.home, home)
 
+    async def run(self, argv: Sequence[str], env: Mapping[str, str], deadline: Deadline, output: int) -> Result:
+        """Run a program in `work` to its end, or to the deadline; the last `output` bytes of each output are kept.
+        Cancelled, it ends the program, too."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", reaper.__file__, *argv, env=env, cwd=self.work, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdin is not None, "it was started with pipes"
+        assert process.stdout is not None, "it was started with pipes"
+        assert process.stderr is not None, "it was started with pipes"
+        tails = [asyncio.ensure_future(_tail(stream, output)) for stream in (process.stdout, process.stderr)]
+        timed_out = False
+        try:
+            await asyncio.wait_for(process.wait(), deadline.remaining())
+        except TimeoutError:
+            timed_out = True
+        finally:
+            process.stdin.close()  # ends what still runs
+            await process.wait()
+            await asyncio.wait(tails, timeout=LAST)
+        stdout, stderr = (b"" if tail.cancel() else tail.result() for tail in tails)
+        code = process.returncode or 0
+        return Result(stdout, stderr, code if code >= 0 else 128 - code, timed_out)
+
     def close(self) -> None:
         """Delete it. The lock's file goes first: whoever opens it then makes a new one."""
         remove_tree(self.root)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.root}.lock")
         os.close(self.lock)
+
+
+async def _tail(stream: asyncio.StreamReader, size: int) -> bytes:
+    kept = b""
+    while piece := await stream.read(size):
+        kept = (kept + piece)[-size:]
+    return kept
 
 
 def own_folder(name: str) -> Path:
