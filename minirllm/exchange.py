@@ -47,24 +47,20 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_body: int)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_body:
         raise TooLarge(f"The body has {length[:20]} bytes; at most {max_body} are accepted.")
+    raw, more = bytearray(), True
     try:
         async with asyncio.timeout(STALLED):
-            return await _rest(receive, max_body)
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                raw += message.get("body", b"")
+                if len(raw) > max_body:
+                    raise TooLarge(f"The body is larger than the {max_body} bytes that are accepted.")
+                more = message.get("more_body", False)
     except TimeoutError:
         raise Stalled(f"The body did not arrive within {STALLED:.3g} s.") from None
-
-
-async def _rest(receive: Receive, max_body: int) -> bytes:
-    raw = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        raw += message.get("body", b"")
-        if len(raw) > max_body:
-            raise TooLarge(f"The body is larger than the {max_body} bytes that are accepted.")
-        if not message.get("more_body", False):
-            return bytes(raw)
+    return bytes(raw)
 
 
 def decode_json(raw: bytes) -> Any:

@@ -67,10 +67,8 @@ class RunLog:
         self._bar: Progress | None = None
         self._phase, self._phase_began = "", 0.0
         self._rows: list[dict[str, Any]] = []  # of the steps so far
-        self._exit = ExitStack()
-        self._exit.enter_context(_lock(folder))
         with ExitStack() as undo:
-            undo.callback(self._exit.close)
+            undo.enter_context(_lock(folder))
             self._resumed = any((folder / name).exists() for name in (METRICS, "episodes", "checkpoints"))
             if self._resumed and not resume:
                 raise UserError(f"{folder} already holds a run: continue it with --resume, or name another with --run.")
@@ -78,9 +76,9 @@ class RunLog:
                 write_whole(folder / CONFIG, config.to_toml())
             self._trackers = trackers.build(config.trackers, folder, config)
             for tracker in self._trackers:
-                self._exit.callback(tracker.close)
-            self._exit.callback(self._end_bar)
-            undo.pop_all()
+                undo.callback(tracker.close)
+            undo.callback(self._end_bar)
+            self._exit = undo.pop_all()
 
     def __enter__(self) -> Self:
         return self

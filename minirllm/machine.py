@@ -27,19 +27,14 @@ ENVIRONMENT = (
 
 def machine() -> dict[str, Any]:
     """This process's surroundings, as the manifest records them."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(),
         "cpus": os.cpu_count(),
-        "packages": versions,
+        "packages": {name: installed and installed.version for name, installed in found.items()},
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "set_too_late": list(set_too_late),
         "commit": _commit(),

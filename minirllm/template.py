@@ -25,6 +25,7 @@ from minirllm.syntaxes import SYNTAXES
 from minirllm.syntaxes.calls import Tools, ToolSyntax, parsed_arguments, same_call
 from minirllm.syntaxes.prompt import instructions, results_as_users, spelled
 from minirllm.syntaxes.reader import THINK_CLOSE, THINK_OPEN, TurnReader
+from minirllm.tree import agreement
 from minirllm.types import Message, ToolCall
 
 # What a template, which is code from elsewhere, can raise on a conversation that it does not like.
@@ -196,7 +197,7 @@ class ChatTemplate:
             for name in names:
                 self._use(name)
                 turn = self._attempt([_USER, _calling(call)], [TOOL], generation=False)
-                if self._reads(turn[len(begin) if turn.startswith(begin) else _common(begin, turn) :], call):
+                if self._reads(turn[agreement(begin, turn) :], call):
                     return True
         return False
 
@@ -355,11 +356,6 @@ def _texts(tokenizer: Any, override: str | None) -> tuple[str, str]:
 
 def _calling(*calls: ToolCall) -> Message:
     return Message("assistant", tool_calls=calls)
-
-
-def _common(a: str, b: str) -> int:
-    """The length of the common beginning."""
-    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def without_header(piece: str) -> str:

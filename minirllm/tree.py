@@ -68,7 +68,7 @@ class TokenTree:
         at, used = ROOT, 0
         for index in self.path(after) if after is not None else ():
             tokens = self.nodes[index].tokens
-            agreed = _agreement(tokens, prompt_ids, used)
+            agreed = agreement(tokens, prompt_ids, used)
             used += agreed
             if agreed:
                 at = index if agreed == len(tokens) else self._split(index, agreed)
@@ -167,7 +167,7 @@ class TokenTree:
             child = next((c for c in prompts if self.nodes[c].tokens[0] == ids[used]), None)
             if child is None:
                 return self._append(Node(at, list(ids[used:])))
-            agreed = _agreement(self.nodes[child].tokens, ids, used)
+            agreed = agreement(self.nodes[child].tokens, ids, used)
             at = child if agreed == len(self.nodes[child].tokens) else self._split(child, agreed)
             used += agreed
         return at
@@ -183,12 +183,12 @@ class TokenTree:
         return tail.parent
 
 
-def _agreement(tokens: Sequence[int], ids: Sequence[int], start: int) -> int:
-    """How many of `tokens` equal ``ids[start:]``, from the first on."""
-    window = ids[start : start + len(tokens)]
-    if list(window) == list(tokens):
-        return len(tokens)
-    return next((i for i, (a, b) in enumerate(zip(tokens, window, strict=False)) if a != b), len(window))
+def agreement(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> int:
+    """How many of `some` equal ``others[start:]``, from the first on."""
+    window = others[start : start + len(some)]
+    if list(window) == list(some):
+        return len(some)
+    return next((i for i, (a, b) in enumerate(zip(some, window, strict=False)) if a != b), len(window))
 
 
 @dataclass

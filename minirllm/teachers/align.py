@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from minirllm.errors import TeacherError
 from minirllm.models.tiny import byte_letters
 from minirllm.renderer import Renderer
+from minirllm.tree import agreement
 from minirllm.types import Message
 
 SPACE = "\u2581"  # how SentencePiece spells a space
@@ -55,7 +56,7 @@ class Aligner:
 def spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Span]:
     """The runs between boundaries that both have, as far as both say the same."""
     ends = [list(accumulate(map(len, pieces))) for pieces in (student, teacher)]
-    same = _agreed(b"".join(student), b"".join(teacher))
+    same = agreement(b"".join(student), b"".join(teacher))
     found, begin = [], [0, 0]
     for boundary in sorted({end for end in ends[0] if 0 < end <= same} & set(ends[1])):
         # a token without bytes belongs to those before it
@@ -63,11 +64,6 @@ def spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Span]:
         found.append(Span(slice(begin[0], until[0]), slice(begin[1], until[1])))
         begin = until
     return found
-
-
-def _agreed(one: bytes, other: bytes) -> int:
-    """How many bytes two texts have in common at their beginnings."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _valid(said: bytes) -> int:
