@@ -1,5 +1,5 @@
-"""The command line: ``minirllm train | distill | sft | eval | serve | dataset | model | show | replay | diff |
-harness | snapshot``.
+"""The command line: ``minirllm train | distill | sft | eval | serve | show | replay | diff | dataset | harness |
+snapshot | model | options``.
 
 Owns: which commands there are, how errors are shown. Does not know: what a command does.
 """
@@ -14,9 +14,10 @@ from minirllm import __version__, watchdog
 from minirllm.commands import sentence
 from minirllm.commands.ask import evaluate, serve
 from minirllm.commands.dataset import dataset
+from minirllm.commands.explain import options
 from minirllm.commands.harness import harness
 from minirllm.commands.learn import distill, sft, train
-from minirllm.commands.model import provider_model
+from minirllm.commands.model import provider
 from minirllm.commands.runs import diff, replay, show
 from minirllm.commands.snapshot import snapshot
 from minirllm.errors import EngineError, UserError
@@ -32,6 +33,9 @@ class _Refusal(click.ClickException):
 
 
 class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of COMMANDS, not of the alphabet
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -44,15 +48,14 @@ class _Group(click.Group):
             raise SystemExit(130) from None
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+COMMANDS = (train, distill, sft, evaluate, serve, show, replay, diff, dataset, harness, snapshot, provider, options)
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(cls=_Group, commands=COMMANDS, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="minirllm")
 def cli() -> None:
     """Train language agents with reinforcement learning without rewriting them."""
-
-
-COMMANDS = (train, distill, sft, evaluate, serve, provider_model, dataset, show, replay, diff, harness, snapshot)
-for command in COMMANDS:
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class Config:
     history: Literal["keep", "rerender"] = option(
         "keep", "past assistant turns: as sampled, or as the chat template rewrites them"
     )
-    matcher: str = option("normalized", "which messages are earlier ones sent back: normalized, or module:attr")
+    matcher: str = option("normalized", "how messages sent back by a client are recognised: normalized, or module:attr")
     tool_syntax: str = option(
         "auto", "how the model writes tool calls, auto: as its chat template does; see docs/tools.md; or module:attr"
     )
@@ -47,7 +47,7 @@ class Config:
     # who acts
     harness: str = option("", "the agent program, in place of the task's own: see `minirllm harness list`")
     harness_full: bool = option(False, "the harness as its users run it, not in its leanest form")
-    sandbox: str = option("", "where the agent works and is graded: local, docker, local-unsafe, or module:attr")
+    sandbox: str = option("", "where to act and to grade: local, docker, daytona, modal, local-unsafe, or module:attr")
     setup: str = option("", "a line of bash that prepares each sandbox before an agent works in it")
     snapshots: Literal["use", "make", "off"] = option(
         "use", "prepared sandboxes: begin with those that `minirllm snapshot` lists, also keep new ones, or do neither"
@@ -57,17 +57,17 @@ class Config:
     steps: int = option(20, "optimizer steps in the whole run", 1)
     batch_size: int = option(8, "tasks (or rows, of fine-tuning) per step", 1)
     group_size: int = option(8, "rollouts per task", 1)
-    lag: int = option(0, "rollouts of so many later steps run while a step is trained, sampled by older weights", 0)
+    lag: int = option(0, "how many later steps have their rollouts run, by older weights, while a step is trained", 0)
     partial_calls: int = option(
-        0, "with a lag: calls that an episode makes before it waits for the next update (0 = any)", 0
+        0, "with a lag: calls that an episode makes before it waits for the next update (0 = no limit)", 0
     )
     seed: int = option(0, "the run seed: same seed, same bits", 0, 2**63 - 1)
-    concurrency: int = option(64, "rollouts in flight", 1)
+    concurrency: int = option(64, "rollouts that run at once", 1)
     episode_timeout: float = option(600.0, "one deadline per episode for agent and grader together, seconds", 0.01)
     grading_timeout: float = option(60.0, "for one grading, seconds; an evaluator may have its own", 0.01)
-    retries: int = option(1, "fresh attempts after an episode errors", 0)
+    retries: int = option(1, "new attempts when an episode ends in an error", 0)
     max_calls: int = option(200, "model calls one session may make", 1)
-    max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = any)", 0)
+    max_session_tokens: int = option(0, "prompt and sampled tokens of all calls of one session (0 = no limit)", 0)
     max_streams: int = option(16, "model calls of one session that are sampled at once; more of them wait", 1)
     max_body: int = option(4 * 2**20, "largest body of one model call, bytes", 1024)
     # sampling (training overrides what an agent asks for)
@@ -82,30 +82,30 @@ class Config:
     )
     roles: str = option("", "roles with an algorithm of their own, by name: solver=grpo,judge=reinforce")
     group_by: str = option("task", "who is compared: trajectories of one task and name (task), or module:attr")
-    credit: str = option("trajectory", "to a call: its trajectory's advantage, returns, gigpo, or module:attr")
-    baseline: Literal["group", "task"] = option("group", "task: less the mean of earlier steps (reinforce)")
-    discount: float = option(1.0, "returns, gigpo: what a reward is worth one call earlier", 0.0, 1.0)
-    state_weight: float = option(1.0, "gigpo: weight of the advantage among calls that saw the same state", 0.0)
+    credit: str = option("trajectory", "what a call's advantage comes from: trajectory, returns, gigpo, or module:attr")
+    baseline: Literal["group", "task"] = option("group", "the algorithm's own, or (reinforce) the task's earlier mean")
+    discount: float = option(1.0, "credit returns or gigpo: what a reward is worth one call earlier", 0.0, 1.0)
+    state_weight: float = option(1.0, "credit gigpo: weight of the advantage among calls that saw the same state", 0.0)
     # which of a step's rollouts are learned from
     min_group_size: int = option(1, "groups with fewer graded trajectories are not learned from", 1)
-    drop_reasons: str = option("", "episodes that ended so are left out: max_turns_exceeded, ...; comma-separated")
+    drop_reasons: str = option("", "episodes that ended for these reasons are left out: max_turns_exceeded, ...")
     spare_rollouts: int = option(0, "extra rollouts of each task: learn from the first group_size that were graded", 0)
     spare_tasks: int = option(0, "extra tasks in each step: learn from the first batch_size with a signal", 0)
-    refill: int = option(0, "run other tasks in place of those without a signal, in at most so many rounds", 0)
+    refill: int = option(0, "at most this many rounds of other tasks in place of those without a signal", 0)
     # which tasks are taken
     curriculum: Literal["off", "learnable", "unsolved"] = option(
         "off", "off: each once an epoch; else drawn by solve rate p: learnable by p (1 - p), unsolved by 1 - p"
     )
     solve_rate_low: float = option(0.0, "tasks with a lower running solve rate are passed over", 0.0, 1.0)
     solve_rate_high: float = option(1.0, "tasks with a higher running solve rate are passed over", 0.0, 1.0)
-    running_rate: float = option(0.5, "how much a step counts in those rates and means (1 = it alone)", 0.01, 1.0)
+    running_rate: float = option(0.5, "weight of the newest step in those rates and means (1 = it alone)", 0.01, 1.0)
     # the update
     inner_epochs: int = option(1, "how often each batch is gone through; from the second step on the ratio leaves 1", 1)
     mini_batches: int = option(1, "optimizer steps each time a batch is gone through, each on some of its tasks", 1)
     norm_std: bool = option(True, "GRPO: divide advantages by the group's standard deviation")
     clip_low: float = option(0.2, "ratio clip below: 1 - clip_low", 0.0, 1.0)
     clip_high: float = option(0.28, "ratio clip above: 1 + clip_high", 0.0)
-    dual_clip: float = option(0.0, "a bad token costs at most its advantage times this (0 = off, else above 1)", 0.0)
+    dual_clip: float = option(0.0, "a negative advantage costs at most this times itself (0 = off, else above 1)", 0.0)
     correction: Literal["auto", "off", "token", "sequence", "mask"] = option(
         "auto",
         "weight of what another policy sampled, up to correction_cap: each token's, or its trajectory's (sequence), or "
@@ -119,7 +119,7 @@ class Config:
     )
     kl_target: float = option(0.0, "KL per token that kl_beta is steered to (0 = kl_beta stays)", 0.0)
     entropy_bonus: float = option(0.0, "weight of the entropy at each token, which the loss then raises", 0.0)
-    overlong_buffer: int = option(0, "a reward falls by up to 1 over the last so many of max_tokens (0 = off)", 0)
+    overlong_buffer: int = option(0, "a reward falls by up to 1 over the last this many of max_tokens (0 = off)", 0)
     mask_truncated: bool = option(False, "trajectories with an answer cut off at max_tokens are not trained on")
     loss_aggregation: Literal["token", "sequence", "constant"] = option(
         "token",
@@ -168,7 +168,7 @@ class Config:
     # task data and output
     data: str = option("", "JSON-lines rows for tasks that read a dataset, instead of the hub")
     runs_dir: str = option("runs", "folder that holds one folder per run")
-    run: str = option("", "name of the run (default: task-model-seed)")
+    run: str = option("", "name of the run (default: TASK-MODEL-SEED, of distill TASK-distill-MODEL-SEED)")
     trackers: str = option("", "comma-separated: tensorboard, wandb, trackio")
 
     def __post_init__(self) -> None:
@@ -205,8 +205,10 @@ class Config:
         return "\n".join(lines) + "\n"
 
     def run_folder(self, task: str) -> Path:
-        """Where a run of the task named `task` writes: ``runs_dir / run``, or a name made of task, model and seed."""
+        """Where a run of the task named `task` writes: ``runs_dir / run``, or a name made of task, model and seed. A
+        distillation is told from a training of the same task, perhaps its teacher."""
         model = self.model.partition("@")[0].rstrip("/").rpartition("/")[2]
+        task += "-distill" if self.algorithm == "distill" else ""
         name = self.run or re.sub(r"[^\w.-]+", "-", f"{task}-{model}-{self.seed}")
         if name in (".", "..") or Path(name).name != name:
             raise ConfigError(f"run is a name, not a path, got {name!r}; the folder around it is runs_dir.")

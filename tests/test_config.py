@@ -139,6 +139,7 @@ def test_run_folder_is_named_after_task_model_and_seed():
     assert c.Config(model="Qwen/Qwen3-0.6B@abc").run_folder("a b/c") == Path("runs/a-b-c-Qwen3-0.6B-0")
     assert c.Config(model="/models/mine/").run_folder("t") == Path("runs/t-mine-0")
     assert c.Config(run="mine", runs_dir="out").run_folder("t") == Path("out/mine")
+    assert c.Config(algorithm="distill").run_folder("t") == Path("runs/t-distill-smollm2-135m-0")
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "../a", "/a", "a/"])

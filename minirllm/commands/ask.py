@@ -24,14 +24,24 @@ from minirllm.config import Config
     "--tasks", "eval_tasks", type=int, default=None, help=f"How many tasks, 0 for all.  [default: {Config.eval_tasks}]"
 )
 @click.option(
-    "--split", type=click.Choice(["held_out", "train"]), default="held_out", show_default=True, help="Which tasks."
+    "--split",
+    type=click.Choice(["held_out", "train"]),
+    default="held_out",
+    show_default=True,
+    help="Which of the two sets of TASK.",
 )
 @click.option(
     "--checkpoint", help="A run (its newest checkpoint), or a checkpoint folder.  [default: the model as it is]"
 )
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for items.jsonl, summary.json and episodes.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder that items.jsonl, summary.json and the episodes are written to.",
+)
 def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path | None, **options: Any) -> None:
-    """Evaluate a model, in this process or of an outside provider, on the held-out tasks of TASK."""
+    """Evaluate a model on the held-out tasks of TASK.
+
+    The model runs in this process, or it is an outside provider's (--provider)."""
     loaded = flow.load_task(task)
     settings, folder = with_checkpoint(options, loaded.defaults, checkpoint)
     prepare(settings.harness, own=loaded.own_agents)
@@ -54,7 +64,9 @@ def evaluate(task: str, n: int, split: str, checkpoint: str | None, output: Path
 @click.option("--key", help="The key clients must send.  [default: a new random one]")
 @click.option("--admin-key", default="", help="The key of the admin routes.  [default: there are no admin routes]")
 def serve(host: str, port: int, key: str | None, admin_key: str, checkpoint: str | None, **options: Any) -> None:
-    """Serve a model, in this process or of an outside provider, to OpenAI's, Anthropic's and Google's clients."""
+    """Serve a model to OpenAI's, Anthropic's and Google's clients.
+
+    The model runs in this process, or it is an outside provider's (--provider)."""
     settings, folder = with_checkpoint(options, {}, checkpoint)
     secret = key or "sk-" + secrets.token_urlsafe(24)
 

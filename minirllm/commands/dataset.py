@@ -15,31 +15,45 @@ from minirllm.errors import UserError
 
 @click.group()
 def dataset() -> None:
-    """Make rows to learn from."""
+    """Make rows for `minirllm sft`."""
 
 
 @dataset.command("from-eval")
 @click.argument("sources", nargs=-1, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file of JSON lines to write.")
-@click.option("--filter", default="solved", show_default=True, help="Tasks to take, e.g. 'solved and avg < 0.9'.")
+@click.option(
+    "--filter", default="solved", show_default=True, help="Which tasks are taken, as in 'solved and avg < 0.9'."
+)
 @click.option(
     "--select",
     type=click.Choice(("correct", "best", "best-n", "shortest", "all")),
     default="correct",
     show_default=True,
-    help="Which of a task's episodes.",
+    help="Which episodes of such a task; best-n: the --max-per-task best.",
 )
-@click.option("--max-per-task", "most", type=click.IntRange(1), help="At most so many episodes of a task.")
-@click.option("--min-reward", type=float, help="Leave out episodes with less.")
-@click.option("--dedup", is_flag=True, help="Take equal conversations once.")
-@click.option("--val", type=click.Path(path_type=Path), help="Put the rows of some tasks here instead.")
-@click.option("--val-fraction", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="How many of them.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Which tasks those are.")
+@click.option("--max-per-task", "most", type=click.IntRange(1), help="At most this many episodes of a task.")
+@click.option("--min-reward", type=float, help="Leave out episodes with a lower reward.")
+@click.option("--dedup", is_flag=True, help="Keep one of several equal conversations.")
+@click.option(
+    "--val", type=click.Path(path_type=Path), help="File for the rows of some tasks, which are then not in --out."
+)
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Share of the tasks that go to --val.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Draws the tasks for --val.")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def from_eval(
     sources: tuple[str, ...], out: Path, val: Path | None, val_fraction: float, seed: int, runs_dir: str, **wanted: Any
 ) -> None:
-    """Turn episodes of SOURCES (runs, or folders of `eval --output`) into conversations for `minirllm sft`."""
+    """Turn finished episodes into conversations.
+
+    SOURCES are runs, or folders that `minirllm eval --output` wrote. --filter is an expression about one task: n (how
+    many rollouts were graded), n_correct, solved (at least one was correct), avg, best, worst (rewards), pass@K,
+    numbers, comparisons, and, or, not."""
     curate = module("tools.curate")
     if val is not None and val.resolve() == out.resolve():
         raise UserError("--val and --out name the same file: one would take the place of the other.")

@@ -10,12 +10,12 @@ from minirllm.config import FIELDS
 
 @click.group()
 def harness() -> None:
-    """Agent programs that can be trained as they are: --harness NAME of train and eval."""
+    """List, install and check agent programs for --harness NAME."""
 
 
 @harness.command("list")
 def list_harnesses() -> None:
-    """What there is, installed or not."""
+    """List the agent programs, installed or not."""
     rows = [("NAME", "VERSION", "DIALECT", "STATE", ""), *module("tools.harness").table()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
@@ -24,26 +24,30 @@ def list_harnesses() -> None:
 
 @harness.command("show")
 @click.argument("name")
-@click.option("--full", is_flag=True, help="As its users run it, not in its leanest form.")
+@click.option("--full", is_flag=True, help="Run it as its users do, not in its leanest form.")
 def show_harness(name: str, full: bool) -> None:
-    """The exact command, environment and files with which NAME is run."""
+    """Show with which command, environment and files NAME is run."""
     click.echo(module("tools.harness").show(module("harness").find(name), full))
 
 
 @harness.command("install")
 @click.argument("name")
 def install_harness(name: str) -> None:
-    """Install NAME into the cache folder; `train` and `eval` do it when they need it."""
+    """Install NAME into the cache folder.
+
+    `train` and `eval` do it when they need it."""
     prepare(name)
     click.echo(f"{name} is installed: {module('harness').find(name).folder}")
 
 
 @harness.command("check")
 @click.argument("name")
-@click.option("--full", is_flag=True, help="As its users run it, not in its leanest form.")
+@click.option("--full", is_flag=True, help="Run it as its users do, not in its leanest form.")
 @click.option("--sandbox", default="", help=FIELDS["sandbox"].metadata["doc"])
 def check_harness(name: str, full: bool, sandbox: str) -> None:
-    """Run NAME against a scripted model: exit code 0 when it changed a file and every call was captured, else 1."""
+    """Run NAME against a scripted model.
+
+    The exit code is 0 when it changed a file and all its calls were captured, else 1."""
     prepare(name)
     report = module("tools.harness").check(name, full, sandbox)
     click.echo(report)

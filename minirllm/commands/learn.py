@@ -28,9 +28,10 @@ QUIET = click.option("--quiet", is_flag=True, help="Print warnings and errors on
 @RESUME
 @QUIET
 def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
-    """Train on TASK: a file such as tasks/first_letter.py, a folder of Harbor tasks, or an installed task's name.
+    """Train a model on TASK by reinforcement learning.
 
-    A task may set options of its own (DEFAULTS in its file); the defaults below hold where it does not."""
+    TASK is the name of an installed task, a task file such as tasks/first_letter.py, or a folder of Harbor tasks. It
+    may set options of its own (DEFAULTS in its file); the defaults below hold where it does not."""
     _run("train", task, resume, quiet, options)
 
 
@@ -40,11 +41,14 @@ def train(task: str, resume: bool, quiet: bool, **options: Any) -> None:
 @RESUME
 @QUIET
 def distill(task: str, resume: bool, quiet: bool, **options: Any) -> None:
-    """Distill a teacher on TASK, as in train: the student acts, and learns of each of its tokens what --teacher thinks
-    of it. Rewards are shown and teach nothing.
+    """Train a student on what a teacher thinks of its tokens.
 
-    The teacher is a model or a hub id, a run or one of its checkpoints, the URL of a server that scores given tokens
-    (vLLM), or the student's own model: base, as it was, or self, as it is now. Its prompt says more by --privileged."""
+    The student acts on TASK, as in train, and --teacher says how likely each of the student's tokens is. Rewards are
+    shown; nothing is learned from them.
+
+    The teacher is a model (a name, a hub id or a folder), a run or one of its checkpoints, the URL of a server that
+    scores given tokens (such as vLLM), or the student's own model: base, as it was before training, or self, as it is
+    now. With --privileged the teacher is told what the student is not."""
     _run("distill", task, resume, quiet, {**options, "algorithm": "distill"})
 
 
@@ -82,13 +86,17 @@ def _run(verb: str, task: str, resume: bool, quiet: bool, options: dict[str, Any
 @click.command()
 @click.argument("data", type=click.Path(path_type=Path))
 @flags(SFT)
-@click.option("--val", type=click.Path(path_type=Path), help="Rows whose loss is measured and never learned from.")
-@click.option("--epochs", type=click.IntRange(1), help="How often each row is seen; sets --steps.")
+@click.option(
+    "--val", type=click.Path(path_type=Path), help="File of rows whose loss is measured; nothing is learned from them."
+)
+@click.option("--epochs", type=click.IntRange(1), help="How often each row is learned from; sets --steps.")
 @click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the same options.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | None, **options: Any) -> None:
-    """Fine-tune on DATA, a file of JSON lines: {"messages": [...], "tools": [...]} as in chat completions. Every token
-    of every assistant message is learned."""
+    """Fine-tune a model on given conversations.
+
+    DATA is a file of JSON lines, {"messages": [...], "tools": [...]} as in chat completions. Every token of every
+    assistant message is learned."""
     if epochs is not None and options["steps"] is not None:
         raise UserError("Give --epochs or --steps, not both.")
     settings = chosen(options)

@@ -11,19 +11,23 @@ from minirllm.errors import UserError
 
 
 @click.group("model")
-def provider_model() -> None:
-    """Store a provider, its model and its key, for --provider of eval and serve."""
+def provider() -> None:
+    """Store outside providers for --provider, with model and key."""
 
 
-@provider_model.command("setup")
+@provider.command("setup")
 @click.option("--provider", help="openai, anthropic, openrouter, vllm, ...; any other with --base-url.")
 @click.option("--base-url", help="Where it answers, such as https://api.example.com/v1.")
 @click.option("--model", help="The model, as the provider names it.")
-@click.option("--key", "key_from", help="Only -: the key is read from standard input, as arguments are seen by others.")
+@click.option(
+    "--key", "key_from", help="Must be -: the key is read from standard input, since other users can see arguments."
+)
 @click.option("--key-env", metavar="NAME", help="Environment variable that holds the key; only its name is stored.")
-@click.option("--name", help="Of this profile.  [default: the provider's]")
+@click.option("--name", help="Name of the stored profile.  [default: the provider's name]")
 def model_setup(key_from: str | None, **options: str | None) -> None:
-    """Store a provider and make it the active one. What is not given is asked for at a terminal."""
+    """Store a provider and make it the active one.
+
+    At a terminal, what is not given is asked for."""
     if key_from not in (None, "-"):
         raise UserError("A key in an argument is seen by everyone here: give --key - and write it to standard input.")
     given = {name: value for name, value in options.items() if value}
@@ -38,17 +42,19 @@ def model_setup(key_from: str | None, **options: str | None) -> None:
     click.echo(module("providers.setup").setup(given, ask if sys.stdin.isatty() else None))
 
 
-@provider_model.command("show")
+@provider.command("show")
 def model_show() -> None:
-    """Print what is stored; of a key only its end."""
+    """Show the stored providers; of a key only its end."""
     click.echo(module("providers.setup").show())
 
 
-@provider_model.command("swap")
+@provider.command("swap")
 @click.argument("profile", default="")
 @click.option("--model", default="", help="The model to use from now on.")
 def model_swap(profile: str, model: str) -> None:
-    """Make PROFILE the active one, or change the model of it (of the active one, if none is named)."""
+    """Make PROFILE the active one, or change its model.
+
+    Without PROFILE, --model is the new model of the active one."""
     if not (profile or model):
         raise UserError("Swap to what? Name a profile of `minirllm model show`, or another --model.")
     click.echo(module("providers.setup").swap(profile, model))

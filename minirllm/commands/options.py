@@ -48,13 +48,12 @@ def flags(names: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[...
     """The flags of these Config fields, in this order, then ``--config`` and ``--set``. A flag not given is None."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        others = ", ".join(name for name in FIELDS if name not in names)
         command = click.option(
             "--set",
             "settings",
             multiple=True,
             metavar="KEY=VALUE",
-            help=f"Any option; repeat it for more. Besides those above: {others}.",
+            help="Any option, with a flag or without; may be repeated. `minirllm options` explains them all.",
         )(command)
         command = click.option(
             "--config", "config_file", type=click.Path(path_type=Path), help="TOML file of options."

@@ -26,7 +26,10 @@ HOURS = click.option("--ttl-hours", type=float, default=168.0, show_default=True
 
 @click.group()
 def snapshot() -> None:
-    """Prepared sandboxes that are kept, so that rollouts begin with them: see the options snapshots and setup."""
+    """Keep prepared sandboxes, so that rollouts begin with them.
+
+    What prepares one is the option setup, and the files of a Harbor task; the option snapshots says how rollouts use
+    them."""
 
 
 @snapshot.command("create")
@@ -34,9 +37,10 @@ def snapshot() -> None:
 @flags(("sandbox", "harness", "data"))
 @HOURS
 def create(task: str, ttl_hours: float, **options: Any) -> None:
-    """Make those that rollouts of TASK begin with: a folder of Harbor tasks, or any task with --set setup=...
+    """Make the snapshots that rollouts of TASK begin with.
 
-    One that is there already is kept for at least as long."""
+    TASK is a folder of Harbor tasks, or any task with --set setup=... A snapshot that is there already is kept for at
+    least --ttl-hours from now."""
     loaded = flow.load_task(task)
     settings = chosen(options, {"harness": "nop" if "nop" in loaded.own_agents else "bash", **loaded.defaults})
     prepare(settings.harness, own=loaded.own_agents)
@@ -45,7 +49,7 @@ def create(task: str, ttl_hours: float, **options: Any) -> None:
 
 @snapshot.command("list")
 def list_snapshots() -> None:
-    """Those that there are, after what has expired was removed."""
+    """List the snapshots, after what has expired was removed."""
     rows = [*module("tools.snapshot").table()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -55,7 +59,7 @@ def list_snapshots() -> None:
 @snapshot.command("inspect")
 @click.argument("key")
 def inspect(key: str) -> None:
-    """All that is known of the one whose key begins with KEY."""
+    """Show all that is known of the snapshot whose key begins with KEY."""
     click.echo(module("tools.snapshot").inspect(key))
 
 
@@ -63,15 +67,17 @@ def inspect(key: str) -> None:
 @click.argument("key")
 @HOURS
 def renew(key: str, ttl_hours: float) -> None:
-    """Keep the one whose key begins with KEY for --ttl-hours from now."""
+    """Keep the snapshot whose key begins with KEY for longer.
+
+    It then expires --ttl-hours from now."""
     click.echo(module("tools.snapshot").renew(key, ttl_hours))
 
 
 @snapshot.command("destroy")
 @click.argument("key", default="")
-@click.option("--all", "every", is_flag=True, help="All of them.")
+@click.option("--all", "every", is_flag=True, help="Remove all snapshots.")
 def destroy(key: str, every: bool) -> None:
-    """Remove the one whose key begins with KEY."""
+    """Remove the snapshot whose key begins with KEY, or --all."""
     if bool(key) == every:
         raise UserError("Say which snapshot to remove: the beginning of its KEY, or --all.")
     for line in module("tools.snapshot").destroy(key):
