@@ -51,6 +51,7 @@ class EvalResult:
     reward_interval: tuple[float, float] | None
     errors: dict[str, int] = field(default_factory=dict)  # the agent failed
     ungraded: dict[str, int] = field(default_factory=dict)  # the agent ended, the evaluator gave no reward
+    reason: str = ""  # of the first of both
     signals: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     answered_by: dict[str, str] = field(default_factory=dict)  # the model; of a provider's also whose, and its sampling
@@ -60,8 +61,8 @@ class EvalResult:
         """Plain values, without the episodes."""
         return {name: value for name, value in vars(self).items() if name != "episodes"}
 
-    def metrics(self) -> dict[str, float | None]:
-        """The figures a training run puts into its metrics row. None where nothing could be graded."""
+    def metrics(self) -> dict[str, float | str | None]:
+        """What a training run puts into its metrics row. None where nothing could be graded."""
         low, high = self.reward_interval or (None, None)
         return {
             "eval_reward": self.reward_mean,
@@ -69,6 +70,7 @@ class EvalResult:
             "eval_high": high,
             "eval_pass": self.pass_at[1],
             "eval_without_reward": float(self.tasks * self.rollouts - self.graded),
+            **({"eval_ungraded_reason": self.reason} if self.reason else {}),
             "eval_drift": self.drift,
             **{f"eval_signal/{name}": value for name, value in self.signals.items()},
         }
@@ -95,6 +97,7 @@ class EvalResult:
         parts += [
             f"{count} {reason} (counted as not passed)" for reason, count in {**self.errors, **self.ungraded}.items()
         ]
+        parts += [f"the first: {self.reason}"] if self.reason else []
         if self.drift:
             parts.append(f"drift in {self.drift:.0f} calls")
         if provider := self.answered_by.get("provider"):
@@ -175,6 +178,7 @@ def summarise(episodes: Sequence[Episode], n: int, seed: int = 0) -> EvalResult:
         reward_interval=normal(values) if graded else None,
         errors=_count(e for e in without if e.termination_reason in ERRORS),
         ungraded=_count(e for e in without if e.termination_reason not in ERRORS),
+        reason=next((e.reason for e in without if e.reason), ""),
         signals=mean_signals(graded),
         seed=seed,
         episodes=list(episodes),

@@ -210,8 +210,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
         interval = f"[{_show(row, 'eval_low', '.2f')}, {_show(row, 'eval_high', '.2f')}]"
         parts.append(f"held-out {_show(row, 'eval_reward', '.3f')} {interval}")
         parts += _counts(row, {"eval_without_reward": "held-out without reward"})
-    elif _count(row, "eval_without_reward"):
-        parts.append(f"held-out: none of {_count(row, 'eval_without_reward')} could be graded")
+    elif none := _count(row, "eval_without_reward"):
+        parts.append(f"held-out: none of {none} could be graded ({row.get('eval_ungraded_reason', 'no reason given')})")
     if row.get("groups") is not None:
         counts = [
             f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups",

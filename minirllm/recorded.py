@@ -72,6 +72,7 @@ class AnySession(ABC):
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.tokens_used = 0
         self.refused = 0  # calls that were: too many end the session's patience, see server
+        self.refusal = ""  # why the last of them was
         self._conversations = Conversations(self.matcher)
         self._arrival: dict[str, tuple[int, int]] = {}  # call id -> (number of its request, choice index)
         self._requests = 0

@@ -192,6 +192,8 @@ class Runner:
             episode.termination_reason = TerminationReason.NO_CALLS
             ended = f"; {episode.artifacts['ended']}" if "ended" in episode.artifacts else ""
             did = "made auxiliary calls only" if session.steps else "never called the model at config.base_url"
+            if session.refusal and not session.steps:
+                did = f"was refused every call ({session.refusal.rstrip('.')})"
             episode.reason = f"the agent {did}, so there is nothing to learn from{ended}"
         episode.tree = session.tree
         if calls and episode.termination_reason not in FAILED:

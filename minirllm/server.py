@@ -204,6 +204,7 @@ class ModelRoute:
         except RequestError as problem:
             if exchange.session is not None:
                 exchange.session.refused += 1
+                exchange.session.refusal = str(problem)
             if isinstance(problem, Stalled):
                 logger.warning("%s: %s", scope["path"], problem)
             await exchange.fail(problem)

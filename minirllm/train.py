@@ -152,7 +152,7 @@ class _Run:
                 await self.save(step - 1)
             raise unlearned(error, step, self.store.folder) from error
 
-    async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float | None]:
+    async def evaluate(self, held_out: list[Task], step: int) -> dict[str, float | str | None]:
         """One rollout of every held-out task, under the same noise each time."""
         began, done = time.perf_counter(), list[Episode]()
 

@@ -330,7 +330,8 @@ from minirllm.cli import cli
 cli(sys.argv[1:], standalone_mode=False)
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
-    assert python("-c", code, "train", "--help", cwd=place).stdout.endswith("False False\n")
+    for command in (("train", "--help"), ("options",), ("harness", "list"), ("harness", "show", "pi")):
+        assert python("-c", code, *command, cwd=place).stdout.endswith("False False\n"), command
     (place / "config.toml").write_text("")
     result = python("-c", code, "show", ".", cwd=place)
     assert result.stdout.endswith("False False\n"), result.stderr

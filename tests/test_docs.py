@@ -15,6 +15,7 @@ import pytest
 from benchmarks import methods
 from minirllm import algorithms, flow, train
 from minirllm.cli import cli
+from minirllm.commands.options import chosen
 from minirllm.config import Config, load
 from tests.test_architecture import ROWS
 
@@ -52,6 +53,29 @@ def test_readme_commands_exist() -> None:
                 check_minirllm([module.rpartition(".")[2], *rest])
             case _:
                 pytest.fail(f"README shows {' '.join(words)}, which this test does not know")
+
+
+def written(words: list[str]) -> Path | None:
+    """The run folder that a command begins; None for one that begins none."""
+    command = cli.commands.get(words[0])
+    if words[0] not in ("train", "distill", "sft") or command is None or "--resume" in words:
+        return None
+    given = command.make_context(words[0], list(words[1:]), parent=click.Context(cli)).params
+    if words[0] == "distill":
+        given["algorithm"] = "distill"
+    name = str(given.get("task") or given.pop("data"))
+    defaults = flow.load_task(name).defaults if (ROOT / "tasks" / f"{name}.py").exists() else {}
+    return chosen(given, defaults).run_folder(Path(name).stem)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/distillation.md", "docs/frameworks.md", "docs/multi_agent.md"])
+def test_commands_of_a_page_can_be_given_one_after_the_other(page: str) -> None:
+    """No two of them begin the same run: the second would be refused."""
+    text = "\n".join(blocks((ROOT / page).read_text(), "bash")).replace("python -m minirllm.train", "minirllm train")
+    ours = re.findall(r"^(?:\.venv/bin/)?minirllm (.*)$", text, re.MULTILINE)
+    folders = [folder for line in ours if (folder := written(shlex.split(line, comments=True))) is not None]
+    assert len(folders) > 2
+    assert sorted(folders) == sorted(set(folders))
 
 
 def test_a_wrong_option_would_be_noticed() -> None:

@@ -95,7 +95,17 @@ def test_nothing_graded_is_no_reward() -> None:
     assert [figures[name] for name in ("eval_reward", "eval_low", "eval_high")] == [None] * 3  # not measured
     assert figures["eval_without_reward"] == 1.0
     said = explain({"step": 2, **figures}, 2)
-    assert said == "step 2/2 | held-out: none of 1 could be graded"
+    assert said == "step 2/2 | held-out: none of 1 could be graded (because)"
+
+
+def test_the_first_reason_of_what_was_not_graded_is_said() -> None:
+    """On the line of an evaluation, and on that of a training step whose held-out tasks all failed."""
+    failed = [episode("a", index, None, TerminationReason.NO_CALLS) for index in range(3)]
+    failed[0].reason, failed[1].reason, failed[2].reason = "", "every call was refused", "another"
+    result = summarise(failed, 3)
+    assert str(result).endswith("0 graded, 3 no_calls (counted as not passed), the first: every call was refused")
+    said = explain({"step": 0, **result.metrics()}, 2)
+    assert said == "step 0/2 | held-out: none of 3 could be graded (every call was refused)"
 
 
 def test_the_rate_of_a_resumed_step_counts_what_was_sampled_since() -> None:

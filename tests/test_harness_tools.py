@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from minirllm import cli, flow, harness
 from minirllm.tools import harness as tools
+from minirllm.tools import programs
 from minirllm.tools.harness import written
 from minirllm.types import Episode, Step, Trajectory
 
@@ -42,8 +43,8 @@ def test_every_harness_file_is_whole(path: Path) -> None:
     pins = [*one.pip, *one.npm]
     assert all("==" in pin or "@" in pin[1:] or "<" in pin for pin in pins), "pinned"
     for full in (False, True):
-        shown = tools.show(one, full)
-        assert shown == tools.show(one, full)
+        shown = programs.show(one, full)
+        assert shown == programs.show(one, full)
         assert "INSTRUCTION" in shown
         assert "SESSION-KEY" in shown
         assert "sessions/SESSION" in shown

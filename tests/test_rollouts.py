@@ -128,6 +128,19 @@ async def test_an_agent_that_never_calls_is_an_error_that_says_so(place: Place) 
     assert "never called the model" in episode.reason
 
 
+async def test_an_agent_whose_calls_were_all_refused_is_not_said_to_have_made_none(place: Place) -> None:
+    async def wordy(task: Task, config: AgentConfig) -> str:
+        async with httpx.AsyncClient(base_url=config.base_url) as client:
+            headers, body = {"authorization": f"Bearer {config.api_key}"}, {"messages": [{"role": "nobody"}]}
+            assert (await client.post("/chat/completions", json=body, headers=headers)).status_code == 400
+        return "42"
+
+    episode = await place.run(wordy)
+    assert (episode.termination_reason, episode.reward) == (TerminationReason.NO_CALLS, None)
+    assert "the agent was refused every call (" in episode.reason
+    assert "'nobody'" in episode.reason
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -177,6 +177,13 @@ def test_a_long_run_has_a_short_table_with_its_ends():
     assert list(show.table(rows).columns[0].cells) == sorted([*steps, "500"], key=int)
 
 
+def test_the_table_of_a_fine_tuning_has_the_held_out_loss_of_each_measured_step():
+    rows = [{"step": s, "loss": 0.5} for s in range(1, 1001)]
+    rows[499]["val_loss"] = 0.25
+    columns = {str(column.header): list(column.cells) for column in show.table(rows).columns}
+    assert dict(zip(columns["step"], columns["held-out loss"], strict=True))["500"] == "0.2500"
+
+
 def test_conversations_show_tools_thoughts_branches_and_cuts():
     first = Step(
         id="1",

@@ -16,7 +16,7 @@ def harness() -> None:
 @harness.command("list")
 def list_harnesses() -> None:
     """List the agent programs, installed or not."""
-    rows = [("NAME", "VERSION", "DIALECT", "STATE", ""), *module("tools.harness").table()]
+    rows = [("NAME", "VERSION", "DIALECT", "STATE", ""), *module("tools.programs").table()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         click.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
@@ -27,7 +27,7 @@ def list_harnesses() -> None:
 @click.option("--full", is_flag=True, help="Run it as its users do, not in its leanest form.")
 def show_harness(name: str, full: bool) -> None:
     """Show with which command, environment and files NAME is run."""
-    click.echo(module("tools.harness").show(module("harness").find(name), full))
+    click.echo(module("tools.programs").show(module("harness").find(name), full))
 
 
 @harness.command("install")

@@ -1,73 +1,30 @@
-"""``minirllm harness list | show | check``: what harnesses there are, how each is run, and whether it still works.
+"""``minirllm harness check``: whether an agent program still works.
 
-Owns: the table, the rehearsal of a launch, the check: the real program against an engine that says what the harness's
-`script` says, on the tiny model. Does not know: installation (install.py), how a program is run (minirllm/harness.py).
+Owns: the check, which is the real program against an engine that says what the harness's `script` says, on the tiny
+model. Does not know: installation (install.py), how a program is run (minirllm/harness.py).
 """
 
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 
 from minirllm import harness, watchdog
 from minirllm.config import Config
 from minirllm.engines.scripted import ScriptedEngine
-from minirllm.flow import AgentFlow, evaluator, names
-from minirllm.harness import PROOF, Call, Context, Harness, Turn
+from minirllm.flow import AgentFlow, evaluator
+from minirllm.harness import PROOF, Call, Harness, Turn
 from minirllm.policy import Policy
 from minirllm.rollouts import Job, Runner
 from minirllm.sandboxes import pool
 from minirllm.stack import serving
 from minirllm.types import Episode, SampledToken, Task
 
-#: Agent programs that people ask for and that no package registry carries whole.
-ELSEWHERE = {
-    "crush": "its npm package downloads the program from a code host when it is installed",
-    "goose": "the package index has its provider bindings only, not the agent",
-    "swe-agent": "the package on the index is a stub; mini-swe-agent, by the same authors, replaces it",
-}
 WINDOW, ANSWER, TURNS = 131_072, 4096, 40  # of a check: tokens, tokens of one answer, calls before it gives up
 SECONDS = 240.0
 SCORED = 2048  # tokens of a prompt after which a reply is scored: all 50,000 of some would take minutes
 INSTRUCTION = f"Create a file named {PROOF[0]} in the current folder. Its only line is: {PROOF[1].strip()}"
-
-
-def table() -> Iterator[tuple[str, str, str, str, str]]:
-    """(name, version, dialect, state, about) of every harness, and of those that cannot be had, with the reason."""
-    for name in names("harnesses"):
-        one = harness.find(name)
-        state = "built in" if not (one.pip or one.npm) else "installed" if one.installed else "not installed"
-        yield one.name, one.version, one.dialect, state, one.about
-    for name, reason in ELSEWHERE.items():
-        yield name, "-", "-", "not to be had", reason
-
-
-def show(one: Harness, full: bool) -> str:
-    """The exact command, environment and files of an episode; what differs in each is in capitals."""
-    context = Context(
-        instruction="INSTRUCTION", full=full,
-        work=Path("/EPISODE/work"), home=Path("/EPISODE/home"), tmp=Path("/EPISODE/tmp"),
-        url="http://127.0.0.1:PORT/sessions/SESSION", key="SESSION-KEY", model="MODEL", folder=one.folder,
-    )  # fmt: skip
-    launch = one.launch(context)
-    install = [f"pip install {shlex.join(one.pip)}"] if one.pip else []
-    install += [f"npm install {shlex.join(one.npm)}"] if one.npm else []
-    lines = [
-        f"{one.name} {one.version}: {one.about}",
-        f"dialect: {one.dialect}    prompt: {one.prompt or 'its own'}    needs: {', '.join(one.requires) or 'nothing'}",
-        f"installed by: {'; '.join(install) or 'nothing to install'}, in {one.folder}",
-        f"working folder: {context.work}, with the files of task.metadata['files']; standard input: /dev/null",
-        "environment:",
-        *(f"  {name}={shlex.quote(value)}" for name, value in harness.environment(context, launch).items()),
-    ]
-    lines.append(f"command: {shlex.join(launch.argv)}")
-    for name, text in launch.files.items():
-        lines += [f"file {context.home / name}:", *(f"  {line}" for line in text.splitlines())]
-    return "\n".join(lines)
 
 
 class CheckEngine(ScriptedEngine):

@@ -33,6 +33,7 @@ COLUMNS = {  # of the table: metric, title, format
     "mismatch_max": ("mismatch", ".2g"),
     "entropy": ("entropy", ".2f"),
     "loss": ("loss", ".3g"),
+    "val_loss": ("held-out loss", ".4f"),
     "seconds_step": ("seconds", ".1f"),
 }
 
@@ -150,7 +151,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Columns that have a value. Of a long run TABLE_ROWS steps, evenly spread with both ends, and those evaluated."""
     if len(rows) > TABLE_ROWS:
         spread = {rows[round(i * (len(rows) - 1) / (TABLE_ROWS - 1))]["step"] for i in range(TABLE_ROWS)}
-        evaluated = [row["step"] for row in rows if row.get("eval_reward") is not None]
+        evaluated = [row["step"] for row in rows if row.get("eval_reward", row.get("val_loss")) is not None]
         spread.update(evaluated if len(evaluated) <= TABLE_ROWS else ())
         rows = [row for row in rows if row["step"] in spread]
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
