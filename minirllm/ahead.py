@@ -99,7 +99,7 @@ class History:
 
     async def sha256(self, step: int, episode: Episode) -> str:
         """Of all weights that sampled an episode of `step`, once they are there."""
-        depths = [depth_of(call) for trajectory in episode.trajectories for call in trajectory.steps]
+        depths = [depth_of(call) for call in episode.steps]
         pace, last = Pace(self, step), max(depths, default=0)
         await pace(last)
         return "+".join(dict.fromkeys(self.sampling(step, depth).sha256 for depth in range(last + 1)))
@@ -108,8 +108,8 @@ class History:
         """Figures of a step which is to be trained next: how many updates came after the weights that sampled a token,
         mean and maximum, and how many versions of them there are."""
         tokens: Counter[int] = Counter()
-        for node in (node for episode in episodes for node in (episode.tree.nodes if episode.tree else ())):
-            if node.sampled and not node.aborted:
+        for node in (node for episode in episodes for node in episode.sampled):
+            if not node.aborted:
                 tokens[self.policy.version - node.weight_version] += len(node.tokens)
         if not self.lag or not tokens:
             return {}

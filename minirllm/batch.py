@@ -84,7 +84,6 @@ def build(
     """
     batch = select(episodes, config, algorithm, standing)
     targets = _targets(_trained(batch))
-    forests = list[Forest]()
     for part in _parts(_trained(batch), config):
         by_task: dict[str, dict[int, list[Member]]] = {}  # and by rollout
         for member in part:
@@ -93,7 +92,6 @@ def build(
         limit, merged = config.micro_batch_tokens, partial(_forest, version=version)
         own = [f for task in by_task.values() for f in shares(list(task.values()), merged, len, limit)]
         batch.parts.append(pack(own, config))
-        forests += own
     if targets is not None:
         for forest in batch.forests:
             rows_N = forest.target_T[forest.trained_T]
@@ -106,7 +104,7 @@ def build(
         "context_tokens": total - trained,
         "tokens": float(total),
         # tokens of one path at a time, over tokens computed
-        "prefix_saving": sum(map(_unfolded, forests)) / max(1, total),
+        "prefix_saving": sum(map(_unfolded, batch.forests)) / max(1, total),
     }
     return batch
 
@@ -115,7 +113,7 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, st
     """`build` without its forests: what is trained on, with which advantage and weight, and what is not."""
     episodes = sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx))
     batch = Batch(metrics=episode_metrics(episodes))
-    batch.auxiliary = {(e.id, step.id) for e in episodes for t in e.trajectories for step in t.steps if step.auxiliary}
+    batch.auxiliary = {(e.id, step.id) for e in episodes for step in e.steps if step.auxiliary}
     every = [m for episode in episodes if episode.reward is not None for m in members(episode, config)]
     why, beyond = filters.left_out(episodes, config), set[str]()
     for member in every:
@@ -137,9 +135,8 @@ def select(episodes: Sequence[Episode], config: Config, algorithm: Algorithm, st
     batch.members = {(m.episode.id, call): m for m in every for call in m.calls}
     fates = Counter({"retried": sum(int(episode.metrics.get("retried_tokens", 0)) for episode in episodes)})
     for episode in episodes:
-        for node in episode.tree.nodes if episode.tree else ():
-            if node.sampled:
-                fates[batch.fate(episode, node)] += len(node.tokens)
+        for node in episode.sampled:
+            fates[batch.fate(episode, node)] += len(node.tokens)
     sampled, trained = fates.total(), fates.pop("trained", 0)
     batch.metrics |= {
         "trajectories": float(len(_trained(batch))),
@@ -169,7 +166,7 @@ def _parts(members: Sequence[Member], config: Config) -> list[list[Member]]:
 
 def _reread(episode: Episode) -> int:
     """Tokens of continued calls that the call which continues them reads otherwise than they were read and sampled."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps if _chain(episode.tree, step)]
+    steps = [step for step in episode.steps if _chain(episode.tree, step)]
     paths = {step.id: set(episode.tree.path(step.node)) for step in steps}
     left = [paths.get(step.parent or "", set()) - paths[step.id] for step in steps]
     return sum(len(episode.tree.nodes[index].tokens) for indices in left for index in indices)

@@ -39,7 +39,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """What happened, over all episodes; rewards and signals over those that could be graded."""
     graded = [episode for episode in episodes if episode.reward is not None]
     rewards = np.array([episode.reward for episode in graded], np.float64)
-    steps = [step for episode in episodes for trajectory in episode.trajectories for step in trajectory.steps]
+    steps = [step for episode in episodes for step in episode.steps]
     metrics = {
         "episodes": float(len(episodes)),
         "ungraded": float(len(episodes) - len(graded)),
@@ -65,11 +65,10 @@ def _variety(episodes: Sequence[Episode]) -> dict[str, float]:
     variety, tokens = list[float](), 0
     for episode in episodes:
         answers.setdefault(episode.task_id, []).append(episode.answer)
-        for node in episode.tree.nodes if episode.tree else ():
-            if node.sampled:
-                runs = list(zip(*(node.tokens[offset:] for offset in range(GRAM)), strict=False))
-                variety += [len(set(runs)) / len(runs)] if runs else []
-                tokens += len(node.tokens)
+        for node in episode.sampled:
+            runs = list(zip(*(node.tokens[offset:] for offset in range(GRAM)), strict=False))
+            variety += [len(set(runs)) / len(runs)] if runs else []
+            tokens += len(node.tokens)
     if not answers:
         return {}
     return {

@@ -68,5 +68,5 @@ def _write(episode: Episode, spans: Spans, cost_T: np.ndarray) -> None:
     for node, (start, end) in spans.items():
         call = episode.tree.nodes[node].call_id
         costs[call] = costs.get(call, 0.0) + float(cost_T[start:end].sum())
-    for step in (step for trajectory in episode.trajectories for step in trajectory.steps):
+    for step in episode.steps:
         step.metadata[COST] = costs.get(step.id, 0.0)

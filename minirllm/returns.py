@@ -84,8 +84,7 @@ def trajectory_rewards(episode: Episode) -> list[float | None]:
 def step_values(episode: Episode) -> list[tuple[float, float | list[float] | None]]:
     """The reward and the advantage of each step of each trajectory, which an agent or an evaluator may have set. Raises
     GradingError for a reward that is no number, an advantage that is none nor as many as the call sampled tokens."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
-    return [(_finite(step.reward, f"Step.reward of call {step.id}"), _advantage(step)) for step in steps]
+    return [(_finite(step.reward, f"Step.reward of call {step.id}"), _advantage(step)) for step in episode.steps]
 
 
 def _advantage(step: Step) -> float | list[float] | None:

@@ -127,12 +127,7 @@ class Runner:
         that another one follows. An error they raise ends the rest."""
 
         async def one(job: Job) -> Episode:
-            slot = _Slot(self.slots)
-            try:
-                await slot.take()
-                episode = await self.run(job, on_retry, slot)
-            finally:
-                slot.leave()
+            episode = await self.run(job, on_retry)
             on_done(episode)
             return episode
 
@@ -147,14 +142,16 @@ class Runner:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, job: Job, on_retry: OnEpisode = lambda _: None, slot: _Slot | None = None) -> Episode:
+    async def run(self, job: Job, on_retry: OnEpisode = lambda _: None) -> Episode:
         """One graded episode: what fails is in `termination_reason` and `reason`. An engine that fails is nothing which
         the agent did: the same attempt is made again, with the same seeds. Raises EngineError when it keeps failing."""
+        slot = _Slot(self.slots)
+        await slot.take()
         deadline, failures = Deadline(self.config.episode_timeout), 0
         self.in_flight += 1
         try:
             while True:
-                session = self._open(job, failures, slot or _Slot(self.slots))
+                session = self._open(job, failures, slot)
                 try:
                     episode = await self._attempt(job, session, deadline)
                 except EngineError:
@@ -172,6 +169,7 @@ class Runner:
                 job = job.after(episode)
         finally:
             self.in_flight -= 1
+            slot.leave()
 
     async def _attempt(self, job: Job, session: AnySession, deadline: Deadline) -> Episode:
         began = time.monotonic()
@@ -272,7 +270,7 @@ class Runner:
             return
         for trajectory, reward in zip(episode.trajectories, rewards, strict=True):
             trajectory.reward = output.reward if reward is None else reward
-        for step, values in zip((s for t in episode.trajectories for s in t.steps), known, strict=True):
+        for step, values in zip(episode.steps, known, strict=True):
             step.reward, step.advantage = values
 
     async def _verdict(self, task: Task, episode: Episode, deadline: Deadline) -> EvalOutput:

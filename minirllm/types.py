@@ -301,6 +301,16 @@ class Episode:
     tree: Any = None  # tree.TokenTree: every token of every call of this episode
 
     @property
+    def steps(self) -> list[Step]:
+        """Those of all trajectories, in order."""
+        return [step for trajectory in self.trajectories for step in trajectory.steps]
+
+    @property
+    def sampled(self) -> list[Any]:
+        """The nodes of its tree that hold what was sampled."""
+        return [node for node in self.tree.nodes if node.sampled] if self.tree else []
+
+    @property
     def answer(self) -> str:
         """The text an evaluator grades: artifacts["answer"], else the last output, else the last answer with text."""
         if "answer" in self.artifacts:

@@ -71,7 +71,7 @@ def alone(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 
 def steps(episodes: list[Episode]) -> list[Step]:
-    return [step for episode in episodes for trajectory in episode.trajectories for step in trajectory.steps]
+    return [step for episode in episodes for step in episode.steps]
 
 
 def thought(episodes: list[Episode]) -> Any:

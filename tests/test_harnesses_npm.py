@@ -12,7 +12,7 @@ from minirllm import harness
 from minirllm.dialects import DIALECTS
 from minirllm.errors import ConfigError
 from minirllm.harness import PROOF, Call, Context
-from minirllm.types import Episode, Message, ModelRequest, SamplingParams, Step
+from minirllm.types import Episode, Message, ModelRequest, SamplingParams
 from tests.programs import installed, run
 
 NAMES = [
@@ -105,10 +105,6 @@ def test_side_calls_are_told_by_their_kind(name: str, kind: str, request_: Model
     assert auxiliary(plain) is None
 
 
-def steps_of(episode: Episode) -> list[Step]:
-    return [step for trajectory in episode.trajectories for step in trajectory.steps]
-
-
 def shell(name: str, command: str) -> Call:
     """A call of the program's own shell tool."""
     call = harness.find(name).script[0]
@@ -125,7 +121,7 @@ def test_the_real_program_makes_a_file_and_every_call_is_captured(name: str) -> 
     assert not episode.reason, episode.artifacts
     assert episode.artifacts["files"] == {PROOF[0]: PROOF[1]}
     assert episode.artifacts["exit_code"] == 0
-    steps = steps_of(episode)
+    steps = episode.steps
     assert len(steps) == len(one.script) == 2
     for step in steps:
         ids, logprobs = episode.tree.response(step.node)
@@ -139,7 +135,7 @@ def test_the_real_program_makes_a_file_and_every_call_is_captured(name: str) -> 
 
 
 def prompts_of(episode: Episode) -> list[list[int]]:
-    return [list(episode.tree.prompt_ids(step.node)) for step in steps_of(episode)]
+    return [list(episode.tree.prompt_ids(step.node)) for step in episode.steps]
 
 
 @pytest.mark.slow
@@ -150,7 +146,7 @@ def test_the_same_episode_asks_the_same_bit_for_bit_on_the_day_that_the_run_bega
     first, second = (run(one, one.script, date="2026-01-31") for _ in range(2))
     assert len(prompts_of(first)) == 2
     assert prompts_of(first) == prompts_of(second)
-    said = steps_of(first)[0].messages[0].content
+    said = first.steps[0].messages[0].content
     assert ("Current date: 2026-01-31" in said) == (name == "pi")
 
 
@@ -169,7 +165,7 @@ OVERFLOW = [  # what a program says, and its exit code, when the window is full
 def test_a_full_window_ends_the_real_program_at_once(name: str, code: int, words: str) -> None:
     one = installed(name)
     episode = run(one, (shell(name, FLOOD), "Done."), max_context=8192, max_tokens=256)
-    assert len(steps_of(episode)) == 1
+    assert len(episode.steps) == 1
     assert episode.artifacts["exit_code"] == code
     assert words in episode.artifacts["stdout"] + episode.artifacts["stderr"]
 
@@ -179,7 +175,7 @@ def test_a_full_window_ends_the_real_program_at_once(name: str, code: int, words
 @pytest.mark.parametrize("name", REAL[2:])
 def test_pi_in_its_full_form_sums_up_when_the_window_is_full_and_goes_on(name: str) -> None:
     episode = run(installed(name), (shell(name, FLOOD), "A summary.", "Done."), full=True, max_context=9_216)
-    kinds = [step.auxiliary for step in steps_of(episode)]
+    kinds = [step.auxiliary for step in episode.steps]
     assert "summary" in kinds, episode.artifacts
     assert kinds[0] == ""
     assert episode.artifacts["exit_code"] == 0

@@ -61,7 +61,7 @@ async def kept(task: Task, episode: Episode) -> float:
     """Both sides, written where `main` finds them."""
     tree = episode.tree
     assert tree is not None, "a policy of ours has one"
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    steps = episode.steps
     ours = [[tree.prompt_ids(step.node), *tree.response(step.node)] for step in steps if step.node is not None]
     both = {"ours": ours, "harbor": episode.artifacts["harbor"]}
     await asyncio.to_thread((Path(os.environ[FOLDER]) / "both.json").write_text, json.dumps(both, default=float))

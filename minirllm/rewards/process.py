@@ -86,8 +86,7 @@ class Graders:
             raise GradingError(reply["error"])
         for trajectory, reward in zip(episode.trajectories, reply.pop("trajectory_rewards"), strict=False):
             trajectory.reward = reward
-        steps = (step for trajectory in episode.trajectories for step in trajectory.steps)
-        for step, values in zip(steps, reply.pop("step_values"), strict=False):
+        for step, values in zip(episode.steps, reply.pop("step_values"), strict=False):
             step.reward, step.advantage = values
         return EvalOutput(**{**reply, "signals": [Signal(**signal) for signal in reply["signals"]]})
 

@@ -109,7 +109,7 @@ class Teacher:
 
     def _told(self, episode: Episode) -> list[_Told]:
         """The calls of an episode as the teacher reads them."""
-        steps = {step.id: step for trajectory in episode.trajectories for step in trajectory.steps}
+        steps = {step.id: step for step in episode.steps}
         told = []
         for step in (step for step in steps.values() if step.node is not None and not step.auxiliary):
             ids, logprobs = episode.tree.response(step.node)

@@ -107,8 +107,7 @@ def chosen(episodes: list[Episode], wanted: Wanted) -> list[Episode]:
 
 def told(episode: Episode) -> dict[str, Any]:
     """The conversation that the episode ended with: from its last call back to where it began."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
-    steps = [step for step in steps if step.response is not None and not step.auxiliary]
+    steps = [step for step in episode.steps if step.response is not None and not step.auxiliary]
     by_id = {step.id: step for step in steps}
     chain: list[Step] = []
     step = steps[-1] if steps else None

@@ -120,7 +120,7 @@ async def made(task: Task, episode: Episode) -> bool:
 
 def judged(one: Harness, episode: Episode) -> Report:
     """The report on a finished check."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    steps = episode.steps
     known = {"turns", "prompt_tokens", "response_tokens", "seconds", "retried_tokens", "calls"}
     report = Report(
         one.name,

@@ -112,10 +112,9 @@ class Call:
 def samples(episode: Episode) -> dict[int, Step | None]:
     """Every sample of an episode, by the node of its tree that ends it: those of its steps in order, then the rest."""
     nodes = episode.tree.nodes if episode.tree else []
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
     inner = {(node.parent, node.call_id) for node in nodes if node.sampled}  # a split sample has nodes before its last
     ends = [index for index, node in enumerate(nodes) if node.sampled and (index, node.call_id) not in inner]
-    claimed = {step.node: step for step in steps if step.node in ends}
+    claimed = {step.node: step for step in episode.steps if step.node in ends}
     return {**claimed, **{end: None for end in ends if end not in claimed}}
 
 
