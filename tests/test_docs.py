@@ -78,6 +78,20 @@ def test_commands_of_a_page_can_be_given_one_after_the_other(page: str) -> None:
     assert sorted(folders) == sorted(set(folders))
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_commands_and_links_of_every_page_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for line in re.findall(r"^minirllm (.*)$", text, re.MULTILINE):
+        if line.count("|") == 0:  # else it is the name of several
+            check_minirllm(shlex.split(line, comments=True))
+    for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+        path, _, part = link.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), link
+        headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if part else []
+        assert part in ["", *(re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings)], link
+
+
 def test_a_wrong_option_would_be_noticed() -> None:
     with pytest.raises(click.NoSuchOption):
         check_minirllm(["train", "first_letter", "--stepz", "3"])
