@@ -13,7 +13,6 @@ import fcntl
 import json
 import math
 import os
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from numbers import Integral, Real
@@ -65,7 +64,6 @@ class RunLog:
         self.folder, self.config, self.quiet, self.level = folder, config, quiet, ""
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
-        self._phase, self._phase_began = "", 0.0
         self._rows: list[dict[str, Any]] = []  # of the steps so far
         with ExitStack() as undo:
             undo.enter_context(_lock(folder))
@@ -176,17 +174,15 @@ class RunLog:
                 TextColumn("{task.fields[detail]}"),
             )
             self._bar = Progress(*columns, TimeRemainingColumn(compact=True), console=self.console, transient=True)
-            self._bar.start()
-        if phase != self._phase:
-            self._phase, self._phase_began = phase, time.monotonic()
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
             self._bar.add_task(phase, total=total, detail="")
-        seconds = time.monotonic() - self._phase_began
+            self._bar.start()
+        (task,) = self._bar.tasks
+        if phase != task.description:
+            self._bar.reset(task.id, description=phase, total=total, detail="")
         detail = [f"{in_flight} in flight"] if in_flight else []
-        if tokens and seconds > 0:
-            detail.append(f"{tokens / seconds:.0f} tok/s")
-        self._bar.update(self._bar.task_ids[0], completed=done, total=total, detail=", ".join(detail))
+        if tokens and task.elapsed:
+            detail.append(f"{tokens / task.elapsed:.0f} tok/s")
+        self._bar.update(task.id, completed=done, total=total, detail=", ".join(detail))
 
     def _print(self, sentence: str, style: str) -> None:
         self.console.print(Text(printable(sentence), style), soft_wrap=True)
@@ -194,7 +190,7 @@ class RunLog:
     def _end_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._bar, self._phase = None, ""
+        self._bar = None
 
 
 def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
@@ -213,12 +209,8 @@ def explain(row: Mapping[str, Any], steps: int, level: str = "") -> str:
     elif none := _count(row, "eval_without_reward"):
         parts.append(f"held-out: none of {none} could be graded ({row.get('eval_ungraded_reason', 'no reason given')})")
     if row.get("groups") is not None:
-        counts = [
-            f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups",
-            *_counts(row, UNIFORM),
-            *_counts(row, TROUBLE),
-        ]
-        parts.append(", ".join(counts))
+        signal = f"signal in {_count(row, 'groups_with_signal')} of {_count(row, 'groups')} groups"
+        parts.append(", ".join([signal, *_counts(row, UNIFORM), *_counts(row, TROUBLE)]))
     parts += filters.sentences(row)
     parts += _ledger(row, level)
     parts += [f"{text} {_show(row, name, form)}" for name, text, form in SHOWN if row.get(name) is not None]

@@ -187,11 +187,11 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(whole())
 
 
-def leave(code: int, seconds: float | None = None) -> None:
-    """The program's last line: if threads still keep it from ending after `seconds`, it says so and ends."""
+def leave(code: int) -> None:
+    """The program's last line: if threads still keep it from ending after `LEAVING` seconds, it says so and ends."""
 
     def end() -> None:
-        time.sleep(LEAVING if seconds is None else seconds)
+        time.sleep(LEAVING)
         stuck = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
         if stuck:  # else: something that is registered for the exit takes its time
             logger.warning("Ended without waiting for threads that an agent left: %s.", ", ".join(stuck))

@@ -186,7 +186,8 @@ async def main():
     return 7
 
 code = watchdog.run(main())
-watchdog.leave(code, 0.5)
+watchdog.LEAVING = 0.5
+watchdog.leave(code)
 print("over", flush=True)
 sys.exit(code)
 """
