@@ -6,6 +6,7 @@ Owns: names, types and bounds of options. Does not know: what they do.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import importlib
 import json
@@ -186,10 +187,10 @@ class Config:
         return bool(self.provider or self.base_url)
 
     def trainable(self) -> Config:
-        """This Config. Raises ConfigError where a provider answers."""
+        """This Config, with today's `date` if it has none. Raises ConfigError where a provider answers."""
         if self.outside:
             raise ConfigError("A provider's model cannot be trained, its tokens are not known: leave the provider out.")
-        return self
+        return dataclasses.replace(self, date=self.date or datetime.date.today().isoformat())
 
     def to_dict(self) -> dict[str, Any]:
         """Field name to plain value."""

@@ -13,7 +13,6 @@ Legend: N scored tokens, E hidden size, V vocabulary, K tokens that q names.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -86,24 +85,14 @@ def logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return F.log_softmax(logits_NV / divisor_N[:, None], -1)
 
 
-# ---- functions of a token's distribution: their values, and their slopes, which are their derivatives for the logits
-# over temperature ----
+# ---- functions of a token's distribution, of the tokens in `rows`: their values, [N], and their slopes, [N, V], which
+# are their derivatives for the logits over temperature ----
 
 
-class _Value(ABC):
-    differentiable = True
-
-    @abstractmethod
-    def value(self, logprob_NV: Tensor, rows: slice) -> Tensor:
-        """``[N]``, of the tokens in `rows`."""
-
-    @abstractmethod
-    def slope(self, logprob_NV: Tensor, rows: slice) -> Tensor:
-        """``[N, V]``."""
-
-
-class _Chosen(_Value):
+class _Chosen:
     """The log-probability of one token: with y that token, ``[v = y] - p_v``."""
+
+    differentiable = True
 
     def __init__(self, token_N: Tensor):
         self.token_N = token_N
@@ -117,7 +106,7 @@ class _Chosen(_Value):
         return slope_NV
 
 
-class _Entropy(_Value):
+class _Entropy:
     """With H the entropy, ``-p (log p + H)``."""
 
     def __init__(self, differentiable: bool):
@@ -132,9 +121,11 @@ class _Entropy(_Value):
         return p_NV.mul_(logprob_NV + entropy_N1).neg_()
 
 
-class _Divergence(_Value):
+class _Divergence:
     """KL(p || q), the tokens that q does not name counted as one: of groups g of tokens ``L = sum_g p_g a_g``, with
     ``a_g = log(p_g / q_g)``; ``p_v (a_g - L)``, g the group of v."""
+
+    differentiable = True
 
     def __init__(self, likely: Likely):
         self.likely = likely
@@ -155,6 +146,9 @@ class _Divergence(_Value):
         gap_NV = (gap_N - value_N)[:, None].repeat(1, logprob_NV.shape[1])
         gap_NV.scatter_(1, self.likely.id_NK[rows], gap_NK - value_N[:, None])
         return gap_NV.mul_(logprob_NV.exp())
+
+
+_Value = _Chosen | _Entropy | _Divergence
 
 
 def _inner(head: Head, slope_NV: Tensor, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ the turn included; and the update is the trainer's own.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -147,7 +146,7 @@ async def train(
 ) -> dict[str, Any]:
     """Fine-tune on the rows of `data`, writing ``runs_dir/run``; returns the last metrics row. `epochs` sets the number
     of steps; the loss of `val` is measured every ``eval_every`` steps. Raises DataError, and as `train.train` does."""
-    config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
+    config = config.trainable()
     algorithm = SFT()
     algorithm.validate(config)
     rows = await asyncio.to_thread(read_rows, data)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import runpy
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from minirllm import ahead, evaluate, filters, grouping, harness, interrupt, penalty
@@ -45,7 +43,7 @@ async def train(
 ) -> dict[str, Any]:
     """Train, writing ``runs_dir/run``; returns the last metrics row. Once `stop` says so, it ends after the step in
     hand, which is saved. Raises UserError for what the user can mend."""
-    config = replace(config.trainable(), date=config.date or datetime.date.today().isoformat())
+    config = config.trainable()
     algorithm = roles.of(config)
     algorithm.validate(config)
     grouping.validate(config, algorithm)
