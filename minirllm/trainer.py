@@ -111,12 +111,9 @@ class Trainer:
         a correction needs them: before the one step of an update the weights have not moved."""
         count = len(batch.parts) * self.config.inner_epochs
         kept = count > 1 and objective.correction(self.config) != "off"
-        parts = [[(f, await self.policy.run(self._score, f) if kept else None) for f in part] for part in batch.parts]
+        score = torch.no_grad()(self.policy.score)
+        parts = [[(f, (await self.policy.run(score, f))[0] if kept else None) for f in part] for part in batch.parts]
         return parts * self.config.inner_epochs
-
-    @torch.no_grad()
-    def _score(self, forest: Forest) -> torch.Tensor:
-        return self.policy.score(forest)[0]
 
     async def measure(self, forests: Sequence[Forest]) -> float:
         """The loss of these micro-batches under the weights as they are; nothing is learned."""

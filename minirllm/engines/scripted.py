@@ -7,7 +7,6 @@ before a model can drive it. Does not know: sampling, caches, sessions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,8 +85,7 @@ class ScriptedEngine:
             if reason is not None:
                 break
         temperature, version = effective_temperature(params.temperature), self.policy.version
-        scored = list(prompt_ids), ids, temperature, params.top_logprobs
-        tokens = await self.policy.run(self._score_by, weights, *scored)
+        tokens = await self.policy.run(self._score, [*prompt_ids], ids, temperature, params.top_logprobs, weights)
         for sampled in tokens:
             if on_token is not None:
                 on_token(sampled)
@@ -116,21 +114,20 @@ class ScriptedEngine:
             return list(reply)
         return [*tokenizer.encode(reply, add_special_tokens=False), int(tokenizer.eos_token_id)]
 
-    def _score_by(self, weights: int | None, *scored: Any) -> list[SampledToken]:
-        with self.policy.weights_of(weights):
-            return self._score(*scored)
-
     @torch.no_grad()
-    def _score(self, prompt: list[int], reply: list[int], temperature: float, top: int) -> list[SampledToken]:
+    def _score(
+        self, prompt: list[int], reply: list[int], temperature: float, top: int, weights: int | None
+    ) -> list[SampledToken]:
         """On the device lane: one forward over prompt and reply."""
         device, n = self.policy.device, len(reply)
         if n == 0:
             return []
         token_T = torch.tensor([*prompt, *reply[:-1]], device=device)
         position_T = torch.arange(len(token_T), device=device)
-        hidden_TE = self.policy.hidden(token_T, position_T, attention.ForestLayout([[(0, len(token_T))]]))
-        temperature_n = torch.from_numpy(np.full(n, temperature, np.float32)).to(device)
-        logprob_nV = head.logprobs(self.policy.logits(hidden_TE[-n:]), temperature_n)
+        with self.policy.weights_of(weights):
+            hidden_TE = self.policy.hidden(token_T, position_T, attention.ForestLayout([[(0, len(token_T))]]))
+            temperature_n = torch.from_numpy(np.full(n, temperature, np.float32)).to(device)
+            logprob_nV = head.logprobs(self.policy.logits(hidden_TE[-n:]), temperature_n)
         return [
             SampledToken(token, float(logprob_nV[i, token]), most_likely(logprob_nV[i], top) if top else ())
             for i, token in enumerate(reply)

@@ -43,8 +43,10 @@ class CheckEngine(ScriptedEngine):
 
         super().__init__(policy, config, reply)
 
-    def _score(self, prompt: list[int], reply: list[int], temperature: float, top: int) -> list[SampledToken]:
-        return super()._score(prompt[-SCORED:], reply, temperature, top)
+    def _score(
+        self, prompt: list[int], reply: list[int], temperature: float, top: int, weights: int | None
+    ) -> list[SampledToken]:
+        return super()._score(prompt[-SCORED:], reply, temperature, top, weights)
 
 
 def written(turn: Turn) -> str:
