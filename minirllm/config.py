@@ -187,9 +187,12 @@ class Config:
         return bool(self.provider or self.base_url)
 
     def trainable(self) -> Config:
-        """This Config, with today's `date` if it has none. Raises ConfigError where a provider answers."""
+        """This Config, with today's `date` if it has none. Raises ConfigError where a provider answers, and for options
+        of an adapter that there is not."""
         if self.outside:
             raise ConfigError("A provider's model cannot be trained, its tokens are not known: leave the provider out.")
+        if not self.lora_rank:
+            refuse("lora_rank = 0", self, "lora_alpha", "lora_targets")
         return dataclasses.replace(self, date=self.date or datetime.date.today().isoformat())
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,6 +239,21 @@ def find(kind: str, name: str, table: Mapping[str, str]) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"The {kind} {name!r} cannot be imported: {error}.") from None
+
+
+class NoEffect(ConfigError):
+    """An option is set that has no effect."""
+
+    def __init__(self, option: str, name: str, default: Any):
+        super().__init__(f"{option} has no effect with {name}: leave it {f'at {default}' if default != '' else 'out'}.")
+        self.option, self.default = option, default
+
+
+def refuse(name: str, config: Config, *options: str) -> None:
+    """Raises NoEffect when one of these options, which have no effect with what `name` says, is not at its default."""
+    for option in options:
+        if getattr(config, option) != (default := getattr(Config, option)):
+            raise NoEffect(option, name, default)
 
 
 def _typed(name: str, value: Any) -> Any:

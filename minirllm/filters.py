@@ -96,10 +96,12 @@ def nothing_left(row: Mapping[str, Any], graded: int, config: Config) -> str:
     if row.get("groups_with_signal"):
         cut = f"All that could be learned from was cut off at {config.max_tokens} tokens (mask_truncated)"
         return f"{cut}, so nothing was learned: raise --max-tokens."
-    if row.get("groups_too_small", 0) < groups:
+    alone = config.teacher or config.group_size == 1  # then one is no reason by itself
+    least = config.min_group_size if alone else max(2, config.min_group_size)
+    if row.get("groups_too_small", 0) < groups or least == 1:
         return ""
-    lower = "lower min_group_size, or " if config.min_group_size > 2 else ""
-    few = f"Each of the {groups} groups has fewer than {max(2, config.min_group_size)} graded trajectories"
+    lower = "lower min_group_size, or " if config.min_group_size > (1 if alone else 2) else ""
+    few = f"Each of the {groups} groups has fewer than {least} graded trajectories"
     return f"{few}, so nothing was learned: {lower}raise --group-size."
 
 

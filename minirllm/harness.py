@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minirllm.config import Config, nearest
+from minirllm.config import Config, nearest, refuse
 from minirllm.errors import ConfigError, UserError
 from minirllm.files import cache_root
 from minirllm.flow import AgentFlow, TaskModule, find_name, import_name, import_path, names
@@ -177,12 +177,15 @@ def agent(task: TaskModule, config: Config) -> AgentFlow:
     """Who acts in a run: the task's own agent, or ``config.harness``. Raises UserError when there is none to be had."""
     if task.host is not None:
         return task.host(config)
+    if not config.sandbox:
+        refuse("no sandbox", config, "setup", "snapshots", "warm")
     if config.harness:
         return flow(find(config.harness), config.harness_full, pool.of(config))
     if config.sandbox:
         raise ConfigError(
             "A sandbox is for an agent program: choose one, as in --harness bash, or leave --sandbox out."
         )
+    refuse("the task's own agent", config, "harness_full")
     return task.agent()
 
 

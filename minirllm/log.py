@@ -263,9 +263,7 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
             why += f"; the first: {row['ungraded_reason']}"
         none = f"None of the {_count(row, 'episodes')} answers could be graded"
         return f"{none} ({why or 'no reason given'}), so nothing was learned: {look}"
-    if config.teacher or config.group_size == 1:
-        return AGREED if config.teacher else ALONE
-    if sentence := filters.nothing_left(row, graded, config):
+    if sentence := filters.nothing_left(row, graded, config) or (AGREED if config.teacher else ""):
         return sentence
     if _count(row, "groups_too_hard") == groups:
         sentence = f"0 of {graded} answers were graded above 0, so nothing was learned."
@@ -277,6 +275,8 @@ def diagnose(row: Mapping[str, Any], config: Config, run: str) -> str:
         return f"{sentence} Easier tasks, examples in the prompt or a larger --group-size help; {look}"
     if _count(row, "groups_too_easy") == groups:
         return f"All {graded} answers got the full reward, so nothing was learned: these tasks are solved, take harder."
+    if config.group_size == 1:
+        return ALONE
     return (
         f"In each of the {groups} groups all answers got the same reward ({', '.join(_counts(row, UNIFORM))}), "
         "so nothing was learned: a larger --group-size or a higher --temperature makes them differ."

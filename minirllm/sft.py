@@ -20,11 +20,11 @@ from typing import Any
 from minirllm import interrupt, stack
 from minirllm.algorithms.sft import SFT
 from minirllm.batch import Batch, pack
-from minirllm.config import Config
+from minirllm.config import Config, refuse
 from minirllm.dialects import chat
 from minirllm.engines import Sampler
 from minirllm.errors import ContextOverflow, DataError, RequestError
-from minirllm.files import sha256
+from minirllm.files import sha256, why
 from minirllm.log import RunLog
 from minirllm.renderer import Renderer
 from minirllm.saving import Saving
@@ -51,8 +51,11 @@ def read_rows(path: Path) -> list[Row]:
     them. Raises DataError naming the line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {why(error)}.") from None
+    except UnicodeDecodeError as error:
+        packed = "unpack it if it is compressed, else save it as UTF-8"
+        raise DataError(f"{path} is no text in UTF-8 from byte {error.start} on: {packed}.") from None
     rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise DataError(f"{path} holds no rows: give one JSON object with messages per line.")
@@ -61,7 +64,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _row(line: str, where: str) -> Row:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_once)
         fields = {"messages": value["messages"], "tools": value.get("tools")}
         request = chat.parse(fields)
     except (ValueError, RecursionError) as error:  # an integer may be too long for Python
@@ -70,12 +73,23 @@ def _row(line: str, where: str) -> Row:
         raise DataError(f"{where} must be a JSON object with a list of messages.") from None
     except RequestError as error:
         raise DataError(f"{where}: {error.message}") from None
+    for place, message in enumerate(fields["messages"]):
+        if message.get("weight", 1) != 1:
+            one = f"messages[{place}].weight is {message['weight']!r:.40}"
+            raise DataError(f"{where}: {one}, but all assistant messages count alike: leave weight out.")
     messages = request.messages or []
     if not any(message.role == "assistant" for message in messages):
         raise DataError(f"{where} has no assistant message, so there is nothing to learn from it.")
     if messages[0].role == "assistant":
         raise DataError(f"{where} begins with an assistant message: a user or system message must come first.")
     return Row(messages, request.tools, where)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that is there twice: which of its values was meant?"""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"of the keys {', '.join(key for key, _ in pairs)} one is there twice")
+    return found
 
 
 class _Answers(Sampler):
@@ -149,6 +163,8 @@ async def train(
     config = config.trainable()
     algorithm = SFT()
     algorithm.validate(config)
+    if val is None:
+        refuse("no rows of --val", config, "eval_every")
     rows = await asyncio.to_thread(read_rows, data)
     held_out = await asyncio.to_thread(read_rows, val) if val is not None else []
     if epochs is not None:

@@ -165,3 +165,11 @@ def test_the_tables_of_families_name_what_exists(kind, table):
     for name, address in table.items():
         if kind == "engine" or importlib.util.find_spec(name) is not None:
             assert c.find(kind, name, table).__name__ == address.partition(":")[2]
+
+
+def test_options_of_an_adapter_are_refused_where_all_weights_are_trained():
+    for option in ({"lora_alpha": 8.0}, {"lora_targets": "q_proj"}):
+        (name,) = option
+        with pytest.raises(ConfigError, match=f"{name} has no effect with lora_rank = 0: leave it at"):
+            c.Config(lora_rank=0, **option).trainable()
+        c.Config(**option).trainable()

@@ -33,6 +33,7 @@ SMOKE = flow.load_task("smoke")
         ({"teacher": "self"}, "teacher = self thinks as the student does"),
         ({"teacher_model": "m"}, "teacher_model has no effect with teacher = base"),
         ({"teacher_tokenizer": "m"}, "teacher_tokenizer has no effect with teacher = base"),
+        ({"key_env": "KEY"}, "key_env has no effect with teacher = base, which is no URL: leave it out"),
         ({"norm_std": False}, "norm_std has no effect with distill"),
         ({"baseline": "task"}, "baseline has no effect with distill"),
         ({"refill": 1}, "refill has no effect with distill"),
@@ -142,6 +143,8 @@ def test_the_command(master: Path) -> None:
     assert "KL to the teacher" in done.output
     config = read_json(master.parent / "command" / "manifest.json")["config"]
     assert (config["algorithm"], config["teacher_top_k"]) == ("distill", 8)
+    other = CliRunner().invoke(cli, ["distill", "smoke", "--teacher", str(master), "--set", "algorithm=rloo", *options])
+    assert (other.exit_code, "leave --set algorithm out" in other.output) == (2, True)
     refused = CliRunner().invoke(cli, ["distill", "smoke", *options])
     assert (refused.exit_code, "Who teaches?" in refused.output) == (2, True)
     assert json.dumps(config)

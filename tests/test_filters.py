@@ -11,6 +11,7 @@ from minirllm.algorithms import roles
 from minirllm.batch import select
 from minirllm.collect import Plan, collect
 from minirllm.config import Config
+from minirllm.diagnostics import AGREED
 from minirllm.errors import ConfigError
 from minirllm.grouping import COST
 from minirllm.log import diagnose, explain
@@ -86,6 +87,24 @@ def test_what_has_no_effect_is_refused(options, message):
 def test_a_step_of_which_nothing_was_left_says_so(row, options, sentence):
     found = {"episodes": 64, "groups": 8, "trained_tokens": 0, **row}
     assert diagnose(found, Config(**options), "mine") == sentence
+    if sentence and options:  # distillation, and groups of one, say the same of what was left out
+        assert diagnose(found, Config(**options, teacher="base"), "mine") == sentence
+        assert diagnose(found, Config(**options, group_size=1), "mine") == sentence
+
+
+@pytest.mark.parametrize("row", [{"groups_too_small": 8}, {"groups_uniform": 8}, {"groups_too_hard": 8}])
+def test_a_student_that_agrees_is_told_so_whatever_its_groups(row):
+    found = {"episodes": 64, "groups": 8, "trained_tokens": 0, **row}
+    assert diagnose(found, Config(teacher="base"), "mine") == AGREED
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"), [("too_hard", "0 of 64 answers were graded"), ("too_easy", "All 64 answers got the full")]
+)
+def test_answers_alone_that_all_failed_or_succeeded_are_told_so(kind, begins):
+    """As of `reinforce`, which compares none with others: more rollouts of a task would not help."""
+    found = {"episodes": 64, "groups": 64, "trained_tokens": 0, f"groups_{kind}": 64}
+    assert diagnose(found, Config(group_size=1, algorithm="reinforce"), "mine").startswith(begins)
 
 
 def test_small_groups_are_left_out():

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -223,6 +224,17 @@ async def test_an_environment_made_from_this_python_runs(tmp_path: Path) -> None
         script = "import json, ssl, sys; print(sys.prefix, sys.version_info[:2])"
         done = await box.execute((str(home / "bin" / "python"), "-c", script), timeout=60)
     assert done.stdout == f"{home} {sys.version_info[:2]}\n", done.stderr
+
+
+@pytest.mark.parametrize("option", [{"setup": "true"}, {"warm": 2}, {"snapshots": "make"}, {"harness_full": True}])
+def test_options_of_a_program_and_its_sandbox_are_refused_without_one(option: dict[str, Any]) -> None:
+    own, (name,) = load_task("tasks/smoke.py"), option
+    with pytest.raises(ConfigError, match=f"{name} has no effect with (no sandbox|the task's own agent)"):
+        harness.agent(own, Config(**option))
+    if name != "harness_full":
+        with pytest.raises(ConfigError, match=f"{name} has no effect with no sandbox"):
+            harness.agent(own, Config(harness="bash", **option))
+    harness.agent(own, Config(harness="bash", sandbox="local", **option))
 
 
 def test_a_sandbox_is_for_an_agent_program() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,11 @@ async def test_a_run_learns_measures_and_repeats_and_a_killed_one_goes_on_to_the
         ('{"messages": []}', r"line 2: messages must be a list with at least one message"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', r"line 2: messages\[0\]\.role must be one of"),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"line 2 has no assistant message"),
+        ('{"messages": [], "messages": [1]}', r"line 2 is no JSON: of the keys messages, messages one is there twice"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]}',
+            r"line 2: messages\[1\]\.weight is 0, but all assistant messages count alike: leave weight out",
+        ),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2 begins with an assistant message"),
     ],
 )
@@ -157,8 +163,13 @@ def test_no_rows_and_no_file_are_said(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(DataError, match="holds no rows"):
         read_rows(tmp_path / "empty")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_rows(tmp_path / "absent")
+    for path, why in ((tmp_path / "absent", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(DataError, match=f"{path} cannot be read: {why}"):
+            read_rows(path)
+    packed = gzip.compress(json.dumps(ROWS[0]).encode())
+    (tmp_path / "packed").write_bytes(packed)
+    with pytest.raises(DataError, match="packed is no text in UTF-8 from byte 1 on: unpack it"):
+        read_rows(tmp_path / "packed")
 
 
 async def test_a_row_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:
@@ -179,10 +190,13 @@ async def _ids(row: Row, it: Renderer) -> list[int]:
 async def test_options_of_rollouts_and_rewards_are_refused(tmp_path: Path) -> None:
     refused = {"kl_beta": 0.1, "algorithm": "rloo", "group_size": 4, "temperature": 0.5}
     refused |= {"partial_calls": 2, "sandbox": "local", "retries": 3, "matcher": "a:b", "eval_tasks": 8}
+    refused |= {"key_env": "KEY", "slots": 4, "prefill_chunk": 64}
     for option, value in refused.items():
         config = Config(**{**TINY.to_dict(), option: value})
         with pytest.raises(ConfigError, match=f"{option} has no effect with sft"):
             await sft.train(rows_file(tmp_path, ROWS), config)
+    with pytest.raises(ConfigError, match="eval_every has no effect with no rows of --val: leave it at 10"):
+        await sft.train(rows_file(tmp_path, ROWS), Config(**{**TINY.to_dict(), "eval_every": 2}))
     with pytest.raises(ConfigError, match="provider's model cannot be trained"):
         await sft.train(rows_file(tmp_path, ROWS), Config(provider="openai"))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -93,21 +93,6 @@ def require_group(name: str, config: Config) -> None:
             f"{name} learns from the differences within a group, so nothing can be learned with "
             f"group_size = {config.group_size}: set group_size to 2 or more, or algorithm to reinforce."
         )
-
-
-class NoEffect(ConfigError):
-    """An option is set that has no effect."""
-
-    def __init__(self, option: str, name: str, default: Any):
-        super().__init__(f"{option} has no effect with {name}: leave it at {default}.")
-        self.option, self.default = option, default
-
-
-def refuse(name: str, config: Config, *options: str) -> None:
-    """Raises NoEffect when one of these options, which have no effect with this algorithm, is not at its default."""
-    for option in options:
-        if getattr(config, option) != (default := getattr(Config, option)):
-            raise NoEffect(option, name, default)
 
 
 # ---- advantages ----

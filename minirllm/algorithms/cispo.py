@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from minirllm.algorithms import Loss, Tokens, refuse, require_group
+from minirllm.algorithms import Loss, Tokens, require_group
 from minirllm.algorithms.grpo import GRPO
-from minirllm.config import Config
+from minirllm.config import Config, refuse
 
 
 class CISPO(GRPO):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minirllm.algorithms import Algorithm, Group, refuse
-from minirllm.config import Config, find
+from minirllm.algorithms import Algorithm, Group
+from minirllm.config import Config, find, refuse
 from minirllm.errors import ConfigError
 
 

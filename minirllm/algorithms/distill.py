@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, clipped, refuse
-from minirllm.config import Config
+from minirllm.algorithms import Group, Loss, Tokens, clipped
+from minirllm.config import Config, refuse
 from minirllm.errors import ConfigError
 
-OPTIONS = ("teacher", "teacher_model", "teacher_tokenizer", "teacher_top_k", "privileged")
+AT_URL = ("teacher_model", "teacher_tokenizer", "key_env")  # of a teacher that is asked over HTTP
+OPTIONS = ("teacher", *AT_URL, "teacher_top_k", "privileged")
 WITHOUT_EFFECT = ("norm_std", "overlong_buffer", "credit", "group_by", "kl_in", "refill", "spare_tasks", "baseline")
 
 
@@ -35,7 +36,7 @@ class Distill:
         if config.teacher_top_k:
             refuse("distill by teacher_top_k", config, "clip_low", "clip_high", "dual_clip", "correction")
         if not is_url(config.teacher):
-            refuse(f"teacher = {config.teacher}, which is no URL", config, "teacher_model", "teacher_tokenizer")
+            refuse(f"teacher = {config.teacher}, which is no URL", config, *AT_URL)
         if config.temperature != 1:
             raise ConfigError(f"distill compares distributions at temperature 1, got {config.temperature:g}: leave it.")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, centred, clipped, refuse, require_group
-from minirllm.config import Config
+from minirllm.algorithms import Group, Loss, Tokens, centred, clipped, require_group
+from minirllm.config import Config, refuse
 from minirllm.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, centred, refuse, require_group
+from minirllm.algorithms import Group, centred, require_group
 from minirllm.algorithms.reinforce import REINFORCE
-from minirllm.config import Config
+from minirllm.config import Config, refuse
 
 
 class GPG(REINFORCE):

@@ -25,8 +25,8 @@ from dataclasses import replace
 
 import torch
 
-from minirllm.algorithms import Algorithm, Loss, Tokens, per_sequence_sum, refuse
-from minirllm.config import Config
+from minirllm.algorithms import Algorithm, Loss, Tokens, per_sequence_sum
+from minirllm.config import Config, refuse
 from minirllm.errors import ConfigError
 
 
@@ -59,6 +59,9 @@ def validate(config: Config) -> None:
         refuse("kl_beta = 0", config, "kl_in", "kl_estimator", "kl_target")
     if correction(config) == "off":
         refuse(f"correction = {config.correction}", config, "correction_cap")
+    elif config.inner_epochs == config.mini_batches == 1:
+        what = f"correction = {correction(config)} and one optimizer step to a batch, whose ratio is 1"
+        refuse(what, config, "clip_low", "clip_high", "dual_clip")
     for wrong, sentence in (
         (
             config.kl_estimator == "k1" and config.kl_in == "loss",

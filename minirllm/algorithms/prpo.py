@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, centred, clipped, refuse
+from minirllm.algorithms import Group, Loss, Tokens, centred, clipped
 from minirllm.algorithms.grpo import EPSILON
-from minirllm.config import Config
+from minirllm.config import Config, refuse
 
 
 class PRPO:

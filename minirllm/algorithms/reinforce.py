@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, refuse
-from minirllm.config import Config
+from minirllm.algorithms import Group, Loss, Tokens
+from minirllm.config import Config, refuse
 
 
 class REINFORCE:

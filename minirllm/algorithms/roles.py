@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from minirllm.algorithms import Algorithm, Group, Loss, NoEffect, Tokens, create, distill, refuse
-from minirllm.config import Config
+from minirllm.algorithms import Algorithm, Group, Loss, Tokens, create, distill
+from minirllm.config import Config, NoEffect, refuse
 from minirllm.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from minirllm.algorithms import Loss, Tokens, refuse, require_group
+from minirllm.algorithms import Loss, Tokens, require_group
 from minirllm.algorithms.grpo import GRPO
-from minirllm.config import Config
+from minirllm.config import Config, refuse
 
 TAU_GOOD, TAU_BAD = 1.0, 1.05  # the paper's: a bad token's gradient fades faster as the ratio leaves 1
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minirllm.algorithms import Group, Loss, Tokens, refuse
-from minirllm.config import FIELDS, Config
+from minirllm.algorithms import Group, Loss, Tokens
+from minirllm.config import FIELDS, Config, refuse
 
 WITH_EFFECT = (
-    "model", "max_context", "history", "tool_syntax", "date", "provider", "base_url", "key_env", "steps", "batch_size",
-    "seed", "lr", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip", "lora_rank", "lora_alpha", "lora_targets",
-    "gradient_checkpointing", "micro_batch_tokens", "packing", "engine", "determinism", "slots", "prefill_chunk",
-    "threads", "device", "eval_every", "save_every", "keep_checkpoints", "runs_dir", "run", "trackers",
+    "model", "max_context", "history", "tool_syntax", "date", "steps", "batch_size", "seed", "lr", "lr_schedule",
+    "warmup_steps", "weight_decay", "grad_clip", "lora_rank", "lora_alpha", "lora_targets", "gradient_checkpointing",
+    "micro_batch_tokens", "packing", "engine", "determinism", "threads", "device", "eval_every", "save_every",
+    "keep_checkpoints", "runs_dir", "run", "trackers",
 )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def distill(task: str, resume: bool, quiet: bool, **options: Any) -> None:
     The teacher is a model (a name, a hub id or a folder), a run or one of its checkpoints, the URL of a server that
     scores given tokens (such as vLLM), or the student's own model: base, as it was before training, or self, as it is
     now. With --privileged the teacher is told what the student is not."""
+    if any(setting.partition("=")[0].strip() == "algorithm" for setting in options["settings"]):
+        raise UserError("distill is the algorithm of this command: leave --set algorithm out, or use `minirllm train`.")
     _run("distill", task, resume, quiet, {**options, "algorithm": "distill"})
 
 
