@@ -16,6 +16,11 @@ Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, JSON)
 MODELS = {"data": [{"id": "scorer"}]}
 
 
+def refused(status: int, kind: str, param: str, message: str) -> tuple[int, Any]:
+    """In vLLM's words and form (0.32)."""
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
 @asynccontextmanager
 async def answering(answer: Answer) -> AsyncIterator[tuple[str, list[Any]]]:
     """The base URL of a server, and the bodies that it was sent."""
@@ -46,7 +51,10 @@ async def answering(answer: Answer) -> AsyncIterator[tuple[str, list[Any]]]:
 
 class Scorer:
     """The answers of a server with a tiny model of `seed`. `how`: vllm, echo, or strict (echo, and it refuses fields
-    that it does not know)."""
+    that it does not know). As vLLM it has vLLM's limits: `longest` tokens of a call, the `most` likely tokens."""
+
+    longest, most = 4096, 20
+    logits = False  # what ``--logprobs-mode raw_logits`` has it say
 
     def __init__(self, seed: int, how: str = "vllm"):
         self.model, self.tokenizer = tiny.build(seed=seed)
@@ -55,11 +63,33 @@ class Scorer:
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            return torch.log_softmax(self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1)
+            logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            return logits if self.logits else torch.log_softmax(logits, -1)
+
+    def refusal(self, body: Any) -> tuple[int, Any] | None:
+        """What vLLM says to a body that it does not take."""
+        count, length = body.get("prompt_logprobs", 0), len(body["prompt"])
+        if body["model"] != "scorer":
+            message = f"The model `{body['model']}` does not exist. Valid aliases: scorer."
+            return refused(404, "NotFoundError", "model", message)
+        if length > self.longest:
+            message = f"This model's maximum context length is {self.longest} tokens. However, your prompt contains"
+            message += f" {length} input tokens (parameter=input_tokens, value={length})"
+            return refused(400, "BadRequestError", "input_tokens", message)
+        if length == self.longest:
+            message = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"
+            return refused(400, "BadRequestError", "max_tokens", message)
+        if count > self.most:
+            message = f"Requested prompt logprobs of {count}, which is greater than max allowed: {self.most}"
+            return refused(400, "BadRequestError", "prompt_logprobs", message)
+        return None
 
     def __call__(self, path: str, body: Any) -> tuple[int, Any]:
         if path.endswith("/models"):
-            return 200, MODELS
+            limit = {"max_model_len": self.longest} if self.how == "vllm" else {}
+            return 200, {"data": [{"id": "scorer", **limit}]}
+        if self.how == "vllm" and (refusal := self.refusal(body)):
+            return refusal
         if self.how == "strict" and "prompt_logprobs" in body:
             return 422, {"error": {"message": "extra fields not permitted: prompt_logprobs"}}
         ids, choice = body["prompt"], {"text": "x", "index": 0, "finish_reason": "length"}

@@ -12,7 +12,7 @@ from minirllm.errors import ConfigError, TeacherError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.teachers import remote
-from tests.distilled import said, steps, taught
+from tests.distilled import ASKED, said, steps, taught
 from tests.scoring import MODELS, Scorer, answering
 
 
@@ -63,6 +63,69 @@ async def test_a_server_that_cannot_score_is_told_in_a_sentence(student: tuple[P
         async with answering(answer) as (url, _):
             with pytest.raises(error, match=words):
                 await taught(student, [], teacher=url)
+
+
+VLLM = {
+    "no such model": ({}, {"teacher_model": "scorr"}, ConfigError, "/v1 has no model scorr. .* it has scorer.$"),
+    "no such model, top-k": (
+        {}, {"teacher_model": "scorr", "teacher_top_k": 4}, ConfigError, "/v1 has no model scorr. .* it has scorer.$",
+    ),
+    "too many likely tokens": (
+        {}, {"teacher_top_k": 21}, ConfigError,
+        "does not say 21 likely tokens, lower teacher_top_k, or .*--max-logprobs 21.*: .*HTTP 400: Requested",
+    ),
+    "logits": ({"logits": True}, {}, TeacherError, r"gave a first call a log-probability above 0.*--logprobs-mode"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("has", "options", "error", "words"), VLLM.values(), ids=list(VLLM))
+async def test_what_vllm_refuses_is_told_before_anything_is_sampled(
+    student: tuple[Policy, Renderer], has: dict[str, Any], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    scorer = Scorer(5)
+    vars(scorer).update(has)
+    async with answering(scorer) as (url, _):
+        with pytest.raises(error, match=words) as told:
+            await taught(student, [], teacher=url, **options)
+    assert "serve the model with vLLM" not in str(told.value)
+    assert "{" not in str(told.value)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+async def test_a_call_longer_than_the_server_reads_is_named_and_nothing_asked(
+    student: tuple[Policy, Renderer], over: int
+) -> None:
+    """One more token than it samples behind what it scores is one too many."""
+    policy, renderer = student
+    answer = [104] * 200
+    size = len(renderer.prompt(ASKED)) + len(answer)
+    scorer, episodes = Scorer(5), said(policy, renderer, answer, [104])
+    scorer.longest = size + 1 - over
+    async with answering(scorer) as (url, asked):
+        if over:
+            want = rf"reads {size - 1} tokens, and t:0 c0 has {size}: .*--max-model-len {size + 1}\), or lower max_cont"
+            with pytest.raises(TeacherError, match=want):
+                await taught(student, episodes, teacher=url)
+            assert len([body for body in asked if body]) == 1  # at the start
+        else:
+            assert (await taught(student, episodes, teacher=url))["teacher_kl"] != 0
+
+
+async def test_a_url_or_a_key_that_is_wrong_is_told_as_such(student: tuple[Policy, Renderer]) -> None:
+    def elsewhere(path: str, body: Any) -> tuple[int, Any]:
+        return 404, {"detail": "Not Found"}
+
+    def locked(path: str, body: Any) -> tuple[int, Any]:
+        return 401, {"error": "Unauthorized"}
+
+    for answer, words in (
+        (elsewhere, r"answered HTTP 404: Not Found; give its whole URL, such as http://host:8000/v1"),
+        (locked, r"answered HTTP 401: Unauthorized; name the variable that holds its key by --set key_env=NAME"),
+    ):
+        async with answering(answer) as (url, _):
+            for options in ({}, {"teacher_model": "m"}, {"teacher_model": "m", "key_env": "TEACHER_KEY"}):
+                with pytest.raises(TeacherError, match=words):
+                    await taught(student, [], teacher=url, **options)
 
 
 async def test_a_server_with_another_tokenizer_is_noticed(student: tuple[Policy, Renderer]) -> None:

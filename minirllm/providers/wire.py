@@ -160,21 +160,21 @@ def _text(value: Any) -> str:
 
 def refusal(name: str, status: int, raw: str) -> RequestError:
     """What a provider's error means to whoever asked: the request is wrong, the key is, or it should be tried again."""
-    said, code = _said(raw)
-    if status in (400, 413, 422) and ("context_length_exceeded" in code or _OVERFLOW.search(said)):
-        return _overflow(name, said)
-    words = f"{name} answered HTTP {status}: {said or 'nothing'}."
+    words, code = said(raw)
+    if status in (400, 413, 422) and ("context_length_exceeded" in code or _OVERFLOW.search(words)):
+        return _overflow(name, words)
+    sentence = f"{name} answered HTTP {status}: {words or 'nothing'}."
     if status == 401:
         return ProviderError(
-            f"{words} Its key is wrong: give another by `minirllm model setup` or the environment.", 401
+            f"{sentence} Its key is wrong: give another by `minirllm model setup` or the environment.", 401
         )
-    if status == 402 or (status == 429 and _NO_CREDIT.search(f"{code} {said}")):
-        return ProviderError(f"{words} Its account has no credit left.", 402)
+    if status == 402 or (status == 429 and _NO_CREDIT.search(f"{code} {words}")):
+        return ProviderError(f"{sentence} Its account has no credit left.", 402)
     if status in (403, 404):
-        return ProviderError(f"{words} Look at the model's name, the base URL and what the key may do.", status)
+        return ProviderError(f"{sentence} Look at the model's name, the base URL and what the key may do.", status)
     if status in (408, 425, 429, 529):
-        return RequestError(words, status=503)  # not 429: some programs end at once when they read it
-    return RequestError(words, status=status if 400 <= status < 500 else 502)
+        return RequestError(sentence, status=503)  # not 429: some programs end at once when they read it
+    return RequestError(sentence, status=status if 400 <= status < 500 else 502)
 
 
 def _overflow(name: str, said: str) -> RequestError:
@@ -189,7 +189,7 @@ def _overflow(name: str, said: str) -> RequestError:
     return problem
 
 
-def _said(raw: str) -> tuple[str, str]:
+def said(raw: str) -> tuple[str, str]:
     """(message, code) of an error body, whatever its form, on one line."""
     try:
         value = json.loads(raw)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,14 +28,24 @@ from minirllm.teachers import Reading, Scores
 from minirllm.types import Message
 
 ATTEMPTS = 4
+ROUNDING = 1e-3  # what a log-probability may be above 0
 FIRST_WAIT = 0.5  # seconds, doubled from one attempt to the next
 AGAIN = (408, 425, 429, 500, 502, 503, 504, 529)  # statuses of a server that is busy or failing
 TIMEOUT = 300.0  # seconds for one answer
+WITHOUT_KEY = (401, 403)
+HINTS = {
+    **dict.fromkeys(WITHOUT_KEY, "; name the variable that holds its key by --set key_env=NAME"),
+    404: "; give its whole URL, such as http://host:8000/v1",
+}
 MALFORMED = (AttributeError, LookupError, TypeError, ValueError)  # what reading something else than expected raises
 
 
 class Refused(TeacherError):
     """The server understood, and will not."""
+
+    def __init__(self, why: str, status: int):
+        super().__init__(why + HINTS.get(status, ""))
+        self.status = status
 
 
 @asynccontextmanager
@@ -64,29 +74,54 @@ class Remote:
         self.client, self.options, self.renderer = client, options, renderer
         self.slots = asyncio.Semaphore(options.concurrency)
         self.model, self.echo = options.teacher_model, False
+        self.limit: int | None = None  # tokens of a call, where the server says it
         self.facts: dict[str, Any] = {}
 
     async def begin(self, renderer: Renderer) -> None:
         """Find out the model's name, and how this server scores. Raises ConfigError or TeacherError."""
-        self.model = self.model or await self._only_model()
+        listed = await self._models()
+        if not self.model and len(listed) == 1:
+            (self.model,) = listed
+        if not self.model:
+            raise self._which(listed)
+        self.limit = listed.get(self.model)
         self.facts = {"teacher_model": self.model}
         told = [Message("user", "Hi"), Message("assistant", "Hi")]
-        probe = Reading("probe", renderer.prompt(told[:1]), renderer.turn(told))
+        probe = Reading("a first call", renderer.prompt(told[:1]), renderer.turn(told))
         try:
             found = await self._ask("POST", "completions", self._body(probe, 1))
             self.echo = _first(found).get("prompt_logprobs") is None
-        except Refused:  # such as by servers that know their own fields only
+        except Refused as error:  # such as by servers that know their own fields only
+            if listed and self.model not in listed:
+                raise self._which(listed) from None
+            if error.status in WITHOUT_KEY:
+                raise
             self.echo = True
         if self.echo and self.options.teacher_top_k:
             raise TeacherError(f"{self._place} says no prompt_logprobs, from which teacher_top_k learns: leave it at 0")
         if self.echo:
             found = await self._echoed(probe)
+        self._checked_text(found, probe, renderer)
+        self._read(found, probe, 1)
+        if (k := self.options.teacher_top_k) > 1:
+            await self._checked_count(probe, k)
+
+    def _checked_text(self, found: Any, probe: Reading, renderer: Renderer) -> None:
+        """Raises ConfigError when the server reads other text in the tokens of the probe."""
         said, wanted = _texts(found, probe), [renderer.token_text(id) for id in probe.answer]
         if any(a is not None and a != b for a, b in zip(said, wanted, strict=True)):
             raise ConfigError(
                 f"{self._place} reads {wanted} as {said}: it has another tokenizer than "
                 f"{self.options.teacher_tokenizer or 'the student'}; name its model by --set teacher_tokenizer=MODEL."
             )
+
+    async def _checked_count(self, probe: Reading, k: int) -> None:
+        """Raises ConfigError when the server does not say the `k` most likely tokens."""
+        try:
+            await self._ask("POST", "completions", self._body(probe, k))
+        except Refused as error:
+            how = f"lower teacher_top_k, or start the server with more (vLLM: --max-logprobs {k})"
+            raise ConfigError(f"{self._place} does not say {k} likely tokens, {how}: {error.why}.") from None
 
     async def _echoed(self, probe: Reading) -> Any:
         neither = f"{self._place} has neither prompt_logprobs nor echo with logprobs, serve the model with vLLM"
@@ -103,6 +138,11 @@ class Remote:
     async def score(self, tasks: Sequence[Sequence[Sequence[Reading]]], k: int) -> dict[str, Scores]:
         """As `Scorer` says."""
         readings = [reading for rollouts in tasks for rollout in rollouts for reading in rollout]
+        sizes = ((len(one.prompt) + len(one.answer), one.id) for one in readings if one.answer)
+        longest, name = max(sizes, default=(0, ""))
+        if self.limit is not None and longest >= self.limit:  # it samples one token behind what it scores
+            how = f"start it with more (vLLM: --max-model-len {longest + 1}), or lower max_context"
+            raise TeacherError(f"{self._place} reads {self.limit - 1} tokens, and {name} has {longest}: {how}")
         jobs = [asyncio.ensure_future(self._score(reading, k)) for reading in readings]
         try:
             return dict(zip((reading.id for reading in readings), await asyncio.gather(*jobs), strict=True))
@@ -120,12 +160,19 @@ class Remote:
             return Scores.none(k)
         async with self.slots:
             answer = await self._ask("POST", "completions", self._body(reading, k))
+        return self._read(answer, reading, k)
+
+    def _read(self, answer: Any, reading: Reading, k: int) -> Scores:
+        """The scores in an answer. Raises TeacherError when it has none, or what is said are no log-probabilities."""
         try:
             scores = _by_text(answer, reading) if self.echo else _by_id(answer, reading, k)
         except MALFORMED as error:
             raise TeacherError(f"{self._place} did not score every token of {reading.id} ({error!r:.200})") from None
         if not np.isfinite(scores.logprob_A).all():
             raise TeacherError(f"{self._place} gave {reading.id} a log-probability that is not finite")
+        if max(scores.logprob_A.max(initial=0.0), scores.top_logprob_AK.max(initial=0.0)) > ROUNDING:
+            how = "it must not say logits (vLLM: leave out --logprobs-mode)"
+            raise TeacherError(f"{self._place} gave {reading.id} a log-probability above 0, {how}")
         return scores
 
     def _body(self, reading: Reading, k: int) -> dict[str, Any]:
@@ -133,16 +180,25 @@ class Remote:
         ids = [*reading.prompt, *reading.answer]
         return {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, **how}
 
-    async def _only_model(self) -> str:
-        told = await self._ask("GET", "models")
+    async def _models(self) -> dict[str, int | None]:
+        """The models that the server says it has, and how many tokens each of them reads, where it says that (vLLM)."""
         try:
-            names = [str(model["id"]) for model in told["data"]]
+            told = await self._ask("GET", "models")
+        except Refused as error:
+            if not self.model or error.status in WITHOUT_KEY:
+                raise
+            return {}
+        try:
+            limits = {str(model["id"]): model.get("max_model_len") for model in told["data"]}
         except MALFORMED:
-            names = []
-        if len(names) != 1:
-            listed = f"it has {', '.join(names[:20])}" if names else "it does not say which it has"
-            raise ConfigError(f"Which model of {self._place}? Name it by --set teacher_model=NAME: {listed}.")
-        return names[0]
+            return {}
+        return {name: limit if isinstance(limit, int) else None for name, limit in limits.items()}
+
+    def _which(self, listed: Iterable[str]) -> ConfigError:
+        names = list(listed)
+        has = f"it has {', '.join(names[:20])}" if names else "it does not say which it has"
+        none = f"{self._place} has no model {self.model}. " if self.model else ""
+        return ConfigError(f"{none}Which model of {self._place}? Name it by --set teacher_model=NAME: {has}.")
 
     async def _ask(self, method: str, route: str, body: Any = None) -> Any:
         """The JSON of an answer. Raises TeacherError when the server does not answer, or refuses."""
@@ -158,10 +214,10 @@ class Remote:
                         return answer.json()
                     except ValueError:
                         raise TeacherError(f"{self._place} answered {answer.text[:100]!r}, which is no JSON") from None
-                said = " ".join(answer.text.split())[: wire.SAID].replace(self._key, "...")
-                problem = f"{self._place}/{route} answered HTTP {answer.status_code}: {said}".rstrip(". ")
+                said = wire.said(answer.text)[0].replace(self._key, "...")
+                problem = f"{self._place}/{route} answered HTTP {answer.status_code}: {said or 'nothing'}"
                 if answer.status_code not in AGAIN:
-                    raise Refused(problem)
+                    raise Refused(problem, answer.status_code)
             await asyncio.sleep(wait)
             wait *= 2
         raise TeacherError(problem)
