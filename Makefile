@@ -8,7 +8,7 @@ HARBOR ?= $(HOME)/.cache/minirllm/harbor-peer
 HARBOR_PYTHON ?= python3.12
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side peers-losses vllm-rate harbor-peer
+.PHONY: setup check test test-harnesses properties smoke audit bench bench-reproducibility fuzz soak learning learning-methods learning-seconds side-by-side peers-losses vllm-rate vllm-teacher harbor-peer
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
@@ -110,6 +110,11 @@ peers-losses: .venv-peers/installed
 vllm-rate: .venv-vllm/installed | $(BIN)/python
 	.venv-vllm/bin/python benchmarks/peers/vllm_rate.py --out $(BASELINES)/vllm_rate.json \
 		$$($(BIN)/python -c 'from minirllm import models; print(models.resolve("smollm2-135m").path)')
+
+# A quarter of an hour: a vLLM server as the teacher of `minirllm distill`, its scores beside a local teacher's.
+vllm-teacher: .venv-vllm/installed | $(BIN)/python
+	$(BIN)/python benchmarks/peers/vllm_teacher.py --vllm-python .venv-vllm/bin/python \
+		--out $(BASELINES)/vllm_teacher.json
 
 # Its torchvision, torchaudio and torchcodec do not fit this torch, and it looks for a distribution named vllm whose
 # version says cpu.
