@@ -19,7 +19,7 @@ from minirllm.errors import SandboxError
 from minirllm.rollouts import Job
 from minirllm.sandboxes import Spec
 from minirllm.sandboxes.kept import Recipe
-from minirllm.sandboxes.pool import ALIVE, Pool
+from minirllm.sandboxes.pool import ALIVE, Pool, of
 from minirllm.types import Episode, Task
 from tests.counted import Counted
 from tests.test_harness import CALL, running, scripted
@@ -149,7 +149,7 @@ async def test_rollouts_of_a_program_are_the_same_with_and_without() -> None:
 async def test_trials_of_harbor_tasks_begin_warm() -> None:
     task = await asyncio.to_thread(flow.load_task, FIXTURES / "plain")
     config = Config(harness="oracle", sandbox="local", warm=2, concurrency=1)
-    agent = harness.agent(task, config)
+    agent = await asyncio.to_thread(harness.agent, task, config)
     (one,) = task.held_out(config)
     async with running(agent, concurrency=1) as runner:
         runner.evaluator = task.evaluator
@@ -178,3 +178,35 @@ def test_a_signal_leaves_no_sandbox(number: int, tmp_path: Path) -> None:
 def _places(folder: Path) -> int:
     """Local sandboxes that are there now."""
     return sum(path.is_dir() for path in folder.glob("tmp/minirllm-sandboxes-*/*"))
+
+
+LACKING = {
+    "docker": (
+        {"DOCKER_HOST": "unix:///no/such.sock"},
+        r"^No Docker engine answers at unix:///no/such.sock: start one",
+    ),
+    "daytona": (
+        {"DAYTONA_API_KEY": "", "DAYTONA_JWT_TOKEN": ""},
+        "^There is no account at daytona: set DAYTONA_API_KEY",
+    ),
+    "modal": ({"MODAL_TOKEN_ID": ""}, "^There is no account at modal: see `modal token new`"),
+    "local": ({"PATH": ""}, "^The local sandbox needs bubblewrap: install"),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_run_is_refused_at_its_start_where_no_sandbox_can_be_started(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not go through all its steps with rollouts that fail."""
+    environment, sentence = LACKING[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(
+        "minirllm.sandboxes.local.importlib.util.find_spec", lambda _: None
+    ) if name == "local" else None
+    with pytest.raises(SandboxError, match=sentence):
+        of(Config(sandbox=name))
+    task = flow.load_task(str(FIXTURES / "plain"))
+    with pytest.raises(SandboxError, match=sentence):
+        harness.agent(task, Config(harness="nop", sandbox=name))

@@ -164,6 +164,11 @@ class Sandbox(ABC):
         return None
 
     @classmethod
+    def check(cls) -> None:
+        """Raises SandboxError when nothing is there to start one with: no engine, program or account. May block."""
+        return None
+
+    @classmethod
     def place(cls) -> str:
         """Who keeps the snapshots, where that is not this machine: an engine, an account."""
         return ""

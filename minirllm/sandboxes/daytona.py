@@ -77,6 +77,12 @@ class Daytona(Remote):
         self.box: Any = None
 
     @classmethod
+    def check(cls) -> None:
+        """See `Sandbox.check`."""
+        if not (os.environ.get("DAYTONA_API_KEY") or os.environ.get("DAYTONA_JWT_TOKEN")):
+            raise SandboxError("There is no account at daytona: set DAYTONA_API_KEY.")
+
+    @classmethod
     def place(cls) -> str:
         """See `Sandbox.place`."""
         key = os.environ.get("DAYTONA_API_KEY", "")

@@ -169,6 +169,11 @@ class Docker(Sandbox):
         await asyncio.to_thread(kill)
 
     @classmethod
+    def check(cls) -> None:
+        """See `Sandbox.check`."""
+        engine.client(cls.place()).close()
+
+    @classmethod
     def place(cls) -> str:
         """See `Sandbox.place`."""
         return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"

@@ -75,6 +75,11 @@ class Local(OnDisk):
         self._shown: list[tuple[str, str]] = []  # folders of this machine and where they are seen
         self._shown_etc: list[tuple[str, str]] = []
 
+    @classmethod
+    def check(cls) -> None:
+        """See `Sandbox.check`."""
+        _bubblewrap()
+
     async def start(self) -> None:
         """See `Sandbox.start`."""
         if not self.as_root:

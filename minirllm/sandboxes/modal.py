@@ -18,6 +18,7 @@ from modal.config import config
 from modal.exception import AuthError, ConnectionError, Error, NotFoundError, ResourceExhaustedError, ServiceError
 from modal.experimental import image_delete
 
+from minirllm.errors import SandboxError
 from minirllm.sandboxes import MIB, NoSnapshot, Spec
 from minirllm.sandboxes.remote import IMAGE, Remote
 
@@ -39,6 +40,12 @@ class Modal(Remote):
         super().__init__(spec)
         self.app: Any = None
         self.box: Any = None
+
+    @classmethod
+    def check(cls) -> None:
+        """See `Sandbox.check`."""
+        if not config["token_id"]:
+            raise SandboxError("There is no account at modal: see `modal token new`.")
 
     @classmethod
     def place(cls) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minirllm.config import Config
 from minirllm.errors import SandboxError
-from minirllm.sandboxes import Sandbox, Spec
+from minirllm.sandboxes import Sandbox, Spec, kind
 from minirllm.sandboxes.kept import Recipe, Snapshots, prepared
 
 logger = logging.getLogger(__name__)
@@ -140,9 +140,10 @@ class Pool:
 
 
 def of(config: Config) -> Pool | None:
-    """The pool of a run; None where it has no sandbox."""
+    """The pool of a run; None where it has no sandbox. Raises SandboxError where none can be started. May block."""
     if not config.sandbox:
         return None
+    kind(config.sandbox).check()
     return Pool(config.sandbox, config.warm, config.snapshots, config.setup)
 
 
