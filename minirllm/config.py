@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from minirllm.errors import ConfigError
+from minirllm.errors import ConfigError, Users
 
 
 def option(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
@@ -235,10 +235,12 @@ def find(kind: str, name: str, table: Mapping[str, str]) -> Any:
     if not colon:
         others = f"use {', '.join(table)}, or module:attr"
         raise ConfigError(f"There is no {kind} {name!r}{nearest(name, list(table))}: {others}.")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"The {kind} {name!r} cannot be imported: {error}.") from None
+    failed = f"The {kind} {name!r} cannot be imported: "
+    with Users(failed, kind=ConfigError):
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{failed}{error}.") from None
 
 
 class NoEffect(ConfigError):

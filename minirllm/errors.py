@@ -1,9 +1,15 @@
 """One class per boundary that can break. `UserError` is shown as one sentence, without a traceback.
 
-Owns: the exception types. Does not know: how they are shown or mapped to HTTP.
+Owns: the exception types, and how what a user's code raises becomes one. Does not know: how they are shown or mapped to
+HTTP.
 """
 
 from __future__ import annotations
+
+import contextlib
+import traceback
+from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -135,3 +141,34 @@ class GradingError(Exception):
 
 class GradingTimeout(GradingError):
     """An evaluator was stopped at its deadline."""
+
+
+def message_of(error: BaseException) -> str:
+    """Its text; an error of the user's own class may have none that can be had."""
+    with contextlib.suppress(Exception):
+        return str(error)
+    return "its message cannot be had"
+
+
+def one_line(error: BaseException, path: Path | str | None = None) -> str:
+    """``Type: message (file line n)``; the line is the innermost one in `path` when the error passed through it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name} line {error.lineno})"
+    text = " ".join(f"{type(error).__name__}: {message_of(error)}".split())
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame in frames if path and frame[0] == str(path)] or frames
+    return f"{text[:500]} ({Path(frames[-1][0]).name} line {frames[-1][1]})" if frames else text[:500]
+
+
+class Users:
+    """Whatever the user's code raises inside the block becomes `kind`: `prefix`, then what and where in `path`."""
+
+    def __init__(self, prefix: str, path: Path | None = None, kind: type[UserError] = TaskError):
+        self.prefix, self.path, self.kind = prefix, path, kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, UserError):
+            raise self.kind(f"{self.prefix}{one_line(error, self.path)}.") from error

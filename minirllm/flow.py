@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from types import ModuleType
 from typing import Any, overload
 
 from minirllm.config import FIELDS, Config, nearest
-from minirllm.errors import TaskError, UserError
+from minirllm.errors import TaskError, Users
 from minirllm.types import AgentConfig, Episode, ModelRequest, Task
 
 TASK_PREFIX = "minirllm_task_"  # modules loaded from a path are registered under this name
@@ -138,23 +137,6 @@ def _takes_dict(fn: Callable[..., Any]) -> bool:
     kind = first.annotation
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     return first.name in DICT_NAMES or name.partition("[")[0] in ("dict", "Dict", "typing.Dict")
-
-
-def message_of(error: BaseException) -> str:
-    """Its text; an error of the user's own class may have none that can be had."""
-    with contextlib.suppress(Exception):
-        return str(error)
-    return "its message cannot be had"
-
-
-def one_line(error: BaseException, path: Path | str | None = None) -> str:
-    """``Type: message (file line n)``; the line is the innermost one in `path` when the error passed through it."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name} line {error.lineno})"
-    text = " ".join(f"{type(error).__name__}: {message_of(error)}".split())
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    frames = [frame for frame in frames if path and frame[0] == str(path)] or frames
-    return f"{text[:500]} ({Path(frames[-1][0]).name} line {frames[-1][1]})" if frames else text[:500]
 
 
 def check_tasks(tasks: Any, where: str) -> list[Task]:
@@ -309,20 +291,6 @@ def import_path(path: Path, what: str = "Task") -> ModuleType:
     with Users(LOADING.format(what, path), path):
         spec.loader.exec_module(module)
     return module
-
-
-class Users:
-    """Whatever the user's code raises inside the block becomes a TaskError: `prefix`, then what and where in `path`."""
-
-    def __init__(self, prefix: str, path: Path | None = None):
-        self.prefix, self.path = prefix, path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, UserError):
-            raise TaskError(f"{self.prefix}{one_line(error, self.path)}.") from error
 
 
 def _shipped(family: str) -> Any:

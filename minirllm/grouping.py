@@ -19,8 +19,7 @@ import numpy as np
 from minirllm import standing
 from minirllm.algorithms import Algorithm, Group, credit, objective, roles
 from minirllm.config import Config, find
-from minirllm.errors import ConfigError, UserError
-from minirllm.flow import Users
+from minirllm.errors import ConfigError, UserError, Users
 from minirllm.returns import means
 from minirllm.standing import Standing
 from minirllm.store import plain

@@ -28,8 +28,8 @@ from urllib.parse import quote
 from minirllm import watchdog
 from minirllm.ahead import Pace
 from minirllm.config import Config
-from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError
-from minirllm.flow import AgentFlow, Evaluator, message_of, one_line
+from minirllm.errors import EngineError, GradingError, GradingTimeout, UserError, message_of, one_line
+from minirllm.flow import AgentFlow, Evaluator
 from minirllm.recorded import AnySession
 from minirllm.returns import as_episode, step_values, trajectory_rewards, verdict
 from minirllm.rewards.process import Graders, reference

@@ -12,16 +12,16 @@ from typing import Any
 
 from minirllm import checkpoint
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, LedgerError, TeacherError, UserError
+from minirllm.errors import CheckpointError, LedgerError, UserError
 from minirllm.log import RunLog
 from minirllm.policy import Policy
 from minirllm.trainer import Trainer
 
 
-def unlearned(error: LedgerError | TeacherError, step: int, episodes: Path) -> UserError:
+def unlearned(error: UserError, step: int, episodes: Path) -> UserError:
     """That nothing was learned from a step, and what to do; `episodes` is the folder of those that were sampled."""
     nothing = f"{error} Nothing was learned from step {step}"
-    if isinstance(error, TeacherError):
+    if not isinstance(error, LedgerError):
         return UserError(f"{nothing}: it is sampled, and --resume goes on from there.")
     look = f"`minirllm show {episodes.parent} --step {step} --episode {error.episode!r} --tokens`"
     again = f"to sample the step again, delete its file in {episodes} and --resume"

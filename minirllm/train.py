@@ -23,7 +23,7 @@ from minirllm.algorithms import objective, roles
 from minirllm.batch import Batch
 from minirllm.collect import Plan, collect, tokens
 from minirllm.config import Config
-from minirllm.errors import LedgerError, TeacherError, UserError
+from minirllm.errors import UserError
 from minirllm.files import sha256
 from minirllm.flow import TaskModule
 from minirllm.log import RunLog
@@ -137,7 +137,8 @@ class _Run:
         return episodes, {"tokens_kept": tokens_kept, **plan.metrics()}
 
     async def batch(self, step: int, episodes: list[Episode]) -> Batch:
-        """What to learn from. A token that cannot be traced or scored ends the run, what it learned before is saved."""
+        """What to learn from. A token that cannot be traced or scored, or a function of the user's that fails, ends the
+        run; what it learned before is saved."""
         try:
             taught = await self.stack.teach(episodes)
             learned = await penalty.build(step, episodes, self.trainer, self.history)
@@ -145,7 +146,7 @@ class _Run:
             if objective.in_reward(self.config):
                 await asyncio.to_thread(self.store.keep, step, episodes)  # with what the KL took, for `show --tokens`
             return learned
-        except (LedgerError, TeacherError) as error:
+        except UserError as error:
             if step > 1:
                 await self.save(step - 1)
             raise unlearned(error, step, self.store.folder) from error

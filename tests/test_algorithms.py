@@ -206,7 +206,7 @@ def test_options_that_do_nothing_or_contradict_are_refused(name, options, words)
 
 
 def test_create_by_path_and_by_wrong_name():
-    assert type(create("minirllm.algorithms.rloo:RLOO")) is type(create("rloo"))
+    assert type(create("minirllm.algorithms.rloo:RLOO").algorithm) is type(create("rloo"))
     for name, words in [
         ("grop", "did you mean grpo"),
         ("no_such_module:X", "no_such_module"),

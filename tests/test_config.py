@@ -154,6 +154,8 @@ def test_a_family_member_is_found_by_name_or_address():
     for name, sentence in {
         "whol": "There is no number 'whol' (did you mean whole?): use whole, or module:attr.",
         "no_such_module:x": "The number 'no_such_module:x' cannot be imported: No module named 'no_such_module'.",
+        ":x": "The number ':x' cannot be imported: ValueError: Empty module name",
+        "tests.fixtures.broken:x": "cannot be imported: ZeroDivisionError: division by zero (broken.py line 3)",
         "fractions:Fractoin": "The number 'fractions:Fractoin' cannot be imported: ",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -9,7 +9,7 @@ import torch
 from minirllm import Task, algorithms
 from minirllm.batch import build
 from minirllm.config import Config
-from minirllm.errors import ConfigError, TeacherError
+from minirllm.errors import ConfigError, TaskError, TeacherError
 from minirllm.models import tiny
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
@@ -162,13 +162,23 @@ def told_none(task: Task, messages: list[Message]) -> list[str]:
     return ["x"]
 
 
+def told_number(task: Task, messages: list[Message]) -> list[Message]:
+    return [Message("user", 7)]  # type: ignore[arg-type]
+
+
+def told_wrong(task: Task, messages: list[Message]) -> list[Message]:
+    return [Message("user", task.metadata["gone"])]
+
+
 def test_a_key_of_the_task_or_a_function_tells_the_teacher() -> None:
     task, messages = Task("t", metadata={"answer": 7, "secret": "s"}), [Message("system", "s"), Message("user", "q")]
     assert privileged.find("answer")(task, messages) == [messages[0], Message("user", "q\n\n(answer: 7)")]
     assert privileged.find(f"{__name__}:told_all")(task, messages)[0] == Message("system", "s")
     for name, error, words in (
         ("grade", TeacherError, "task 't' has no 'grade' in its metadata, but answer, secret"),
-        (f"{__name__}:told_none", TeacherError, "must return a list of Message objects, got"),
+        (f"{__name__}:told_none", TeacherError, "must return a list of Message objects with text, got"),
+        (f"{__name__}:told_number", TeacherError, "must return a list of Message objects with text, got"),
+        (f"{__name__}:told_wrong", TaskError, f"^privileged {__name__}:told_wrong: KeyError: 'gone'"),
     ):
         with pytest.raises(error, match=words):
             privileged.find(name)(task, messages)

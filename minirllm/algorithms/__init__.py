@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from minirllm.algorithms.own import Own
 from minirllm.config import Config, find
 from minirllm.errors import ConfigError
 
@@ -76,10 +77,7 @@ ALGORITHMS: dict[str, str] = {
 def create(name: str) -> Algorithm:
     """The algorithm called `name`, or the class or instance at ``module:attr``. ConfigError when there is none."""
     found = find("algorithm", name, ALGORITHMS)
-    algorithm: Algorithm = found() if isinstance(found, type) else found
-    for method in ("validate", "advantages", "loss"):
-        if not callable(getattr(algorithm, method, None)):
-            raise ConfigError(f"Algorithm {name!r} has no method {method}(); see minirllm.algorithms.Algorithm.")
+    algorithm: Algorithm = found() if name in ALGORITHMS else Own(name, found)
     return algorithm
 
 

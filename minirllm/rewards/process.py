@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from minirllm.errors import GradingError, GradingTimeout, TaskError
-from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path, one_line
+from minirllm.errors import GradingError, GradingTimeout, TaskError, one_line
+from minirllm.flow import TASK_PREFIX, Evaluator, evaluator, import_path
 from minirllm.returns import step_values, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Task
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from minirllm import config
-from minirllm.errors import ConfigError, TeacherError
+from minirllm.errors import ConfigError, TeacherError, Users
 from minirllm.types import Message, Task
 
 Hook = Callable[[Task, Sequence[Message]], list[Message]]  # (task, what the student read) -> what the teacher reads
@@ -25,12 +25,18 @@ def find(name: str) -> Hook:
         raise ConfigError(f"privileged {name!r} is no function: give one of (task, messages) that returns messages.")
 
     def checked(task: Task, messages: Sequence[Message]) -> list[Message]:
-        told = hook(task, list(messages))
-        if not (isinstance(told, list) and told and all(isinstance(message, Message) for message in told)):
-            raise TeacherError(f"{name} must return a list of Message objects, got {told!r:.80} for task {task.id!r}")
+        with Users(f"privileged {name}: "):
+            told = hook(task, list(messages))
+        if not (isinstance(told, list) and told and all(map(_is_text, told))):
+            got = f"got {told!r:.80} for task {task.id!r}"
+            raise TeacherError(f"{name} must return a list of Message objects with text, {got}")
         return told
 
     return checked
+
+
+def _is_text(message: Any) -> bool:
+    return isinstance(message, Message) and isinstance(message.content, str)
 
 
 def tell(key: str, task: Task, messages: Sequence[Message]) -> list[Message]:
