@@ -25,8 +25,9 @@ check: | $(BIN)/python
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
+# As many files at once as there are cores, four at most: each process may hold SmolLM2 and its gradients.
 test: | $(BIN)/python
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # Half an hour: agents at random, thousands of them (tests/test_state_machine.py).
 properties: | $(BIN)/python
