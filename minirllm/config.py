@@ -11,7 +11,6 @@ import difflib
 import importlib
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from minirllm.errors import ConfigError, Users
 
 
-def option(default: Any, doc: str, low: float | None = None, high: float | None = None) -> Any:
+MOST = 1e30  # of any number: torch counts in 32 bits, and 1e38 is the end of these
+
+
+def option(default: Any, doc: str, low: float | None = None, high: float = MOST) -> Any:
     """A field with its one-line meaning and inclusive bounds; the doc is what ``--help`` prints."""
     return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
@@ -72,9 +74,9 @@ class Config:
     max_streams: int = option(16, "model calls of one session that are sampled at once; more of them wait", 1)
     max_body: int = option(4 * 2**20, "largest body of one model call, bytes", 1024)
     # sampling (training overrides what an agent asks for)
-    temperature: float = option(1.0, "sampling temperature in training", 0.0)
+    temperature: float = option(1.0, "sampling temperature in training", 0.0, 2.0)
     max_tokens: int = option(256, "new tokens per model call; agents may ask for less, and in evaluation for more", 1)
-    eval_temperature: float = option(1.0, "sampling temperature in evaluation when the agent asks for none", 0.0)
+    eval_temperature: float = option(1.0, "sampling temperature in evaluation when the agent asks for none", 0.0, 2.0)
     # algorithm
     algorithm: str = option(
         "grpo",
@@ -177,9 +179,8 @@ class Config:
             value = _typed(f.name, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
             low, high = f.metadata["low"], f.metadata["high"]
-            if low is not None and not low <= value <= (sys.float_info.max if high is None else high):
-                bounds = f"at least {low} and " + (f"at most {high}" if high is not None else "finite")
-                raise ConfigError(f"{f.name} must be {bounds}, got {value}.")
+            if low is not None and not low <= value <= high:
+                raise ConfigError(f"{f.name} must be at least {low} and at most {high}, got {value}.")
 
     @property
     def outside(self) -> bool:

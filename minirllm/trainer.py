@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Trainer:
         algorithm.validate(config)
         if effective_temperature(config.temperature) == 0:
             raise ConfigError(f"temperature = {config.temperature:g} gives a task the same answer each time: raise it.")
+        if config.lora_rank and config.lora_alpha == 0:
+            raise ConfigError("lora_alpha = 0 takes the adapter out of the model, so nothing can be learned: raise it.")
         # `config.kl_beta` is the KL's weight as it is now: `kl_target` steers it from what the options have
         self.kl_beta = config.kl_beta
         self.policy, self.config, self.algorithm, self.dump_folder = policy, config, algorithm, dump_folder
@@ -106,14 +109,14 @@ class Trainer:
             self.config = replace(self.config, kl_beta=objective.steered(used, measured, self.config.kl_target))
         return {"kl_beta": used}
 
-    async def _steps(self, batch: Batch) -> list[list[MicroBatch]]:
+    async def _steps(self, batch: Batch) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each optimizer step, with log-probabilities under the weights as the update begins where
         a correction needs them: before the one step of an update the weights have not moved."""
         count = len(batch.parts) * self.config.inner_epochs
         kept = count > 1 and objective.correction(self.config) != "off"
         score = torch.no_grad()(self.policy.score)
         parts = [[(f, (await self.policy.run(score, f))[0] if kept else None) for f in part] for part in batch.parts]
-        return parts * self.config.inner_epochs
+        return chain.from_iterable(repeat(parts, self.config.inner_epochs))
 
     async def measure(self, forests: Sequence[Forest]) -> float:
         """The loss of these micro-batches under the weights as they are; nothing is learned."""

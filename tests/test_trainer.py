@@ -11,7 +11,7 @@ import torch
 
 from minirllm.algorithms import create
 from minirllm.batch import build
-from minirllm.config import Config
+from minirllm.config import MOST, Config
 from minirllm.errors import ConfigError
 from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree
@@ -168,3 +168,32 @@ def test_training_without_temperature_is_refused(make_policy, temperature: float
     policy = make_policy(temperature=temperature)
     with pytest.raises(ConfigError, match="temperature = "):
         Trainer(policy, policy.config, create("grpo"))
+
+
+def test_training_an_adapter_that_is_scaled_away_is_refused(make_policy):
+    with pytest.raises(ConfigError, match=r"^lora_alpha = 0 takes the adapter out of the model"):
+        Trainer(make_policy(lora_rank=4), Config(lora_rank=4, lora_alpha=0), create("grpo"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": MOST},
+        {"clip_high": MOST},
+        {"dual_clip": MOST},
+        {"correction": "token", "correction_cap": MOST},
+        {"correction": "mask", "correction_cap": MOST},
+        {"kl_beta": MOST},
+        {"entropy_bonus": MOST},
+        {"weight_decay": MOST},
+        {"grad_clip": MOST},
+    ],
+    ids=str,
+)
+async def test_the_largest_number_that_an_option_may_be_is_counted_with(make_policy, options):
+    """It is learned with, or the step is skipped and said so."""
+    policy = await asyncio.to_thread(make_policy, lora_rank=4)
+    config = Config(lora_rank=4, **options)
+    trainer = Trainer(policy, config, create("grpo"))
+    metrics = await trainer.update(build(sampled_group(policy, [1.0, 0.0]), config, create("grpo"), policy.version))
+    assert metrics["skipped"] == bool(trainer.problem)
