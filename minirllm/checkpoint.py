@@ -98,6 +98,14 @@ def newest(folder: Path, until: float = math.inf) -> tuple[Path | None, list[str
     return None, skipped
 
 
+def of_run(folder: Path) -> Path:
+    """The newest whole checkpoint of the run in `folder`. Raises CheckpointError, saying why each is none."""
+    path, skipped = newest(folder / "checkpoints")
+    if path is None:
+        raise CheckpointError(" ".join([f"{folder} holds no whole checkpoint.", *skipped]))
+    return path
+
+
 def verify(path: Path) -> None:
     """Raises CheckpointError, naming the file, unless every file of the checkpoint has the bytes that were written."""
     try:

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minirllm.errors import ConfigError, Users
 
-
 MOST = 1e30  # of any number: torch counts in 32 bits, and 1e38 is the end of these
 
 
@@ -233,7 +232,7 @@ def nearest(name: str, names: list[str]) -> str:
 def find(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """What `name` stands for in the table of a family, or what lies at ``module:attr``. Raises ConfigError."""
     module, colon, attribute = table.get(name, name).partition(":")
-    if not colon:
+    if not (colon and all(map(str.isidentifier, module.split(".")))):
         others = f"use {', '.join(table)}, or module:attr"
         raise ConfigError(f"There is no {kind} {name!r}{nearest(name, list(table))}: {others}.")
     failed = f"The {kind} {name!r} cannot be imported: "
@@ -291,7 +290,12 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """The keys of a TOML file. Raises ConfigError when it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        for key, value in values.items():
+            from_mapping({key: value})
+        return values
+    except ConfigError as error:
+        raise ConfigError(f"Config file {path}: {error}") from None
     except OSError as error:
         raise ConfigError(f"Cannot read config file {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

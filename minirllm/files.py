@@ -33,14 +33,18 @@ def cache_root() -> Path:
 def write_whole(path: Path, text: str) -> None:
     """The file, in a folder made if need be, has its old content or all of `text`, whenever the machine stops.
 
-    Raises UserError when it cannot be written.
+    A link stays one; a device or a pipe is written to. Raises UserError when it cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    target = path.resolve()
+    partial = target.with_name(target.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            target.write_text(text, encoding="utf-8")
+            return
         partial.write_text(text, encoding="utf-8")
         sync(partial)
-        partial.replace(path)
+        partial.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()

@@ -54,8 +54,9 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {why(error)}.") from None
     except UnicodeDecodeError as error:
-        packed = "unpack it if it is compressed, else save it as UTF-8"
-        raise DataError(f"{path} is no text in UTF-8 from byte {error.start} on: {packed}.") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        packed = "unpack the file if it is compressed, else save it as UTF-8"
+        raise DataError(f"{path} line {line} is no text in UTF-8: {packed}.") from None
     rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise DataError(f"{path} holds no rows: give one JSON object with messages per line.")
@@ -74,14 +75,18 @@ def _row(line: str, where: str) -> Row:
     except RequestError as error:
         raise DataError(f"{where}: {error.message}") from None
     for place, message in enumerate(fields["messages"]):
-        if message.get("weight", 1) != 1:
+        if message.get("weight") not in (None, 1):
             one = f"messages[{place}].weight is {message['weight']!r:.40}"
             raise DataError(f"{where}: {one}, but all assistant messages count alike: leave weight out.")
     messages = request.messages or []
     if not any(message.role == "assistant" for message in messages):
         raise DataError(f"{where} has no assistant message, so there is nothing to learn from it.")
-    if messages[0].role == "assistant":
-        raise DataError(f"{where} begins with an assistant message: a user or system message must come first.")
+    if messages[0].role in ("assistant", "tool"):
+        raise DataError(f"{where} begins with a message of role {messages[0].role}: user or system must come first.")
+    for place, (given, message) in enumerate(zip(value["messages"], messages, strict=True)):
+        at, said = f"{where}: messages[{place}]", message.content or message.tool_calls or message.reasoning
+        if message.role == "assistant" and not said and given.get("content") is None:
+            raise DataError(f'{at} has neither content nor tool_calls: give it some, or "" for an empty answer.')
     return Row(messages, request.tools, where)
 
 

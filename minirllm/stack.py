@@ -21,7 +21,7 @@ from minirllm import attention, checkpoint, models
 from minirllm.config import Config, find
 from minirllm.conversation import matcher
 from minirllm.engines import ENGINES, Engine
-from minirllm.errors import CheckpointError, ConfigError
+from minirllm.errors import ConfigError, Users
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.server import Endpoint, Server
@@ -132,8 +132,10 @@ def load(
     if renderer.problem and say is not None:
         say(renderer.problem)
     policy.eos_ids |= renderer.eos_ids  # the template's end of turn, whether or not the model's files name it
-    engine = find("engine", config.engine, ENGINES)(policy, config)
-    renderer.limit = engine.max_context
+    made = find("engine", config.engine, ENGINES)
+    with Users(f"engine {config.engine}: "):
+        engine: Engine = made(policy, config)
+        renderer.limit = engine.max_context
     return loaded, policy, engine, renderer
 
 
@@ -142,7 +144,4 @@ def _checkpoint(folder: Path) -> Path:
     if not (folder / "checkpoints").is_dir():
         checkpoint.verify(folder)
         return folder
-    path, skipped = checkpoint.newest(folder / "checkpoints")
-    if path is None:
-        raise CheckpointError(f"{folder} holds no whole checkpoint{': ' + ' '.join(skipped) if skipped else ' yet'}.")
-    return path
+    return checkpoint.of_run(folder)

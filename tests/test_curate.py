@@ -54,8 +54,8 @@ def test_filters_by_hand(text: str, holds: bool) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "solvd", "__import__('os')", "n + 1", "n if n else 0", "[n]", "n is 1", "pass@x", "avg.real", "(" * 3000,
-     "pass_at(n)", "'a'", "lambda: 1"],
+    ["", "solvd", "__import__('os')", "n + 1", "n if n else 0", "[n]", "n is 1", "pass@x", "pass@0", "avg.real",
+     "(" * 3000, "pass_at(n)", "'a'", "lambda: 1"],
 )  # fmt: skip
 def test_whatever_else_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(UserError, match="cannot be read"):
@@ -83,8 +83,11 @@ def test_what_is_taken(tmp_path: Path) -> None:
     nothing = CliRunner().invoke(cli.cli, ["dataset", "from-eval", str(folder), "--out", "rows", "--filter", "n > 99"])
     assert nothing.exit_code == 2
     assert "No episode of 4 tasks was taken: --filter and --select choose others." in nothing.stderr
-    with pytest.raises(UserError, match="--max-per-task"):
-        taken(folder, select="best-n")
+    for select, most in (("best-n", None), ("best", 2), ("shortest", 2)):
+        with pytest.raises(UserError, match="--max-per-task"):
+            taken(folder, select=select, most=most)
+    with pytest.raises(UserError, match="--min-reward must be a number, got nan"):
+        taken(folder, min_reward=float("nan"))
     with pytest.raises(UserError, match="holds no episodes"):
         taken(tmp_path)
 
@@ -166,3 +169,28 @@ def test_a_source_given_twice_counts_once_and_two_outputs_need_two_files(tmp_pat
     assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
     assert "the same file" in said.stderr
     assert len(out.read_text().splitlines()) == 1
+
+
+def test_rows_fall_to_both_files_or_to_none(tmp_path: Path) -> None:
+    """A file without rows is no data for `sft`, so the command that would be told fails."""
+    place(tmp_path, episode("a", 0, 1.0), episode("b", 0, 1.0))
+    out, val = tmp_path / "rows.jsonl", tmp_path / "val.jsonl"
+
+    def from_eval(*words: str) -> Result:
+        arguments = ["dataset", "from-eval", str(tmp_path), "--out", str(out), *words]
+        return CliRunner().invoke(cli.cli, arguments, prog_name="minirllm")
+
+    both = ["--val", str(val), "--val-fraction"]
+    found = {seed: from_eval(*both, "0.5", "--seed", str(seed)) for seed in range(12)}
+    assert {result.exit_code for result in found.values()} == {0, 2}
+    for result in found.values():
+        if result.exit_code:
+            assert "All 2 tasks that were taken fell to --" in result.stderr
+            assert "set another --val-fraction than 0.5, or another --seed, or take more tasks." in result.stderr
+        else:
+            assert "1 rows of 1 of 2 tasks" in result.stdout
+    assert (len(sft.read_rows(out)), len(sft.read_rows(val))) == (1, 1)
+    for fraction in ("0", "1", "nan", "-1"):
+        assert f"--val-fraction must be between 0 and 1, got {fraction}." in from_eval(*both, fraction).stderr
+    for words in (("--val-fraction", "0.5"), ("--seed", "1")):
+        assert "name a file by --val" in from_eval(*words).stderr

@@ -31,6 +31,23 @@ def test_a_file_is_written_whole_and_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_text("old")
+    (tmp_path / "link").symlink_to("real/a")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        write_whole(tmp_path / "pipe", "through")
+        assert reader.communicate(timeout=60)[0] == b"through"
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(UserError, match="No space left on device"):
+        write_whole(Path("/dev/full"), "x")
+    assert Path("/dev/full").is_char_device()
+
+
 def test_what_stood_there_stays_when_the_disk_is_full(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_whole(path, "old")

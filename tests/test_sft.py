@@ -128,6 +128,10 @@ async def test_a_run_learns_measures_and_repeats_and_a_killed_one_goes_on_to_the
     assert (manifest["task"], len(manifest["data_sha256"])) == ("sft rows.jsonl", 64)
 
 
+SAID = '{"role": "assistant", "content": "x"}'
+ASKED = '{"messages": [{"role": "user", "content": "x"}, '
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -144,7 +148,11 @@ async def test_a_run_learns_measures_and_repeats_and_a_killed_one_goes_on_to_the
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]}',
             r"line 2: messages\[1\]\.weight is 0, but all assistant messages count alike: leave weight out",
         ),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2 begins with an assistant message"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2 begins with a message of role assistant"),
+        ('{"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}, ' + SAID + "]}", "of role tool: user"),
+        (ASKED + '{"role": "assistant"}]}', r"line 2: messages\[1\] has neither content nor tool_calls"),
+        (ASKED + '{"role": "assistant", "content": null, "tool_calls": []}]}', r"messages\[1\] has neither content"),
+        (ASKED + SAID + ', {"role": "assistant", "contents": "typo"}]}', r"messages\[2\] has neither content"),
     ],
 )
 def test_bad_rows_are_named_by_their_line(tmp_path: Path, line: str, words: str) -> None:
@@ -152,6 +160,13 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path, line: str, words: str)
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
     with pytest.raises(DataError, match=words):
         read_rows(path)
+
+
+@pytest.mark.parametrize("packed", [b'{"messages": "\xe9"}', gzip.compress(b"{}"), "{}".encode("utf-16")])
+def test_what_is_no_text_is_named_by_its_line(tmp_path: Path, packed: bytes) -> None:
+    (tmp_path / "rows").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + packed)
+    with pytest.raises(DataError, match=r"rows line 2 is no text in UTF-8: unpack the file if"):
+        read_rows(tmp_path / "rows")
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_a_row(tmp_path: Path) -> None:
@@ -166,10 +181,6 @@ def test_no_rows_and_no_file_are_said(tmp_path: Path) -> None:
     for path, why in ((tmp_path / "absent", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(DataError, match=f"{path} cannot be read: {why}"):
             read_rows(path)
-    packed = gzip.compress(json.dumps(ROWS[0]).encode())
-    (tmp_path / "packed").write_bytes(packed)
-    with pytest.raises(DataError, match="packed is no text in UTF-8 from byte 1 on: unpack it"):
-        read_rows(tmp_path / "packed")
 
 
 async def test_a_row_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:

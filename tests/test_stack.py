@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, UserError
+from minirllm.errors import CheckpointError, TaskError, UserError
 from minirllm.server import Endpoint, Server
 from minirllm.sessions import Sessions
-from minirllm.stack import serving
+from minirllm.stack import load, serving
 
 TINY = Config(model="tiny", max_tokens=12, slots=4)
 
@@ -90,6 +90,16 @@ async def test_a_taken_port_and_a_missing_checkpoint_are_sentences(tmp_path: Pat
         async with serving(TINY, weights=tmp_path):
             pass
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint\.$"):
         async with serving(TINY, weights=tmp_path):
             pass
+    await asyncio.to_thread((tmp_path / "checkpoints" / "step_000001").mkdir)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint\. Checkpoint .* is not whole: .* last\.$"):
+        async with serving(TINY, weights=tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("name", ["TINY", "Path"])
+def test_an_engine_that_is_none_is_named(name: str) -> None:
+    with pytest.raises(TaskError, match=f"^engine {__name__}:{name}: TypeError: "):
+        load(Config(**{**TINY.to_dict(), "engine": f"{__name__}:{name}"}))

@@ -39,15 +39,19 @@ def dataset() -> None:
 )
 @click.option(
     "--val-fraction",
-    type=click.FloatRange(0, 1),
-    default=0.1,
-    show_default=True,
-    help="Share of the tasks that go to --val.",
+    type=float,
+    help="Share of the tasks that go to --val, between 0 and 1.  [default: 0.1]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the tasks for --val.")
+@click.option("--seed", type=int, help="Draws the tasks for --val.  [default: 0]")
 @click.option("--runs-dir", default=Config.runs_dir, show_default=True, help=FIELDS["runs_dir"].metadata["doc"])
 def from_eval(
-    sources: tuple[str, ...], out: Path, val: Path | None, val_fraction: float, seed: int, runs_dir: str, **wanted: Any
+    sources: tuple[str, ...],
+    out: Path,
+    val: Path | None,
+    val_fraction: float | None,
+    seed: int | None,
+    runs_dir: str,
+    **wanted: Any,
 ) -> None:
     """Turn finished episodes into conversations.
 
@@ -57,12 +61,20 @@ def from_eval(
     curate = module("tools.curate")
     if val is not None and val.resolve() == out.resolve():
         raise UserError("--val and --out name the same file: one would take the place of the other.")
+    if val is None and (val_fraction is not None or seed is not None):
+        raise UserError("--val-fraction and --seed say what --val gets: name a file by --val, or leave them out.")
+    fraction = 0.1 if val_fraction is None else val_fraction
+    if not 0 < fraction < 1:
+        raise UserError(f"--val-fraction must be between 0 and 1, got {fraction:g}.")
     folders = [Path(name) if Path(name).is_dir() else find_run(name, runs_dir) for name in sources]
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))  # one given twice counts once
     rows, tasks = curate.curate(folders, curate.Wanted(**wanted))
     if not rows:
         raise UserError(f"No episode of {tasks} tasks was taken: --filter and --select choose others.")
-    kept, held = curate.split(rows, val_fraction, seed) if val else (rows, [])
+    kept, held = curate.split(rows, fraction, seed or 0) if val else (rows, [])
+    if val is not None and not (kept and held):
+        fell = f"All {len({row['task_id'] for row in rows})} tasks that were taken fell to --{'out' if kept else 'val'}"
+        raise UserError(f"{fell}: set another --val-fraction than {fraction:g}, or another --seed, or take more tasks.")
     curate.write(out, kept)
     said = f"{len(kept)} rows of {len({row['task_id'] for row in kept})} of {tasks} tasks in {out}"
     if val is not None:

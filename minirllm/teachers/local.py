@@ -59,10 +59,7 @@ def _checkpoint(options: Config) -> Path | None:
     """The checkpoint that a name means: one's folder, or a run's, in which the newest whole one is taken."""
     for folder in (Path(options.teacher), Path(options.runs_dir) / options.teacher):
         if (folder / "checkpoints").is_dir():
-            path, skipped = checkpoint.newest(folder / "checkpoints")
-            if path is None:
-                raise CheckpointError(f"{folder} holds no whole checkpoint {' '.join(skipped)}".rstrip() + ".")
-            return path
+            return checkpoint.of_run(folder)
         if (folder / checkpoint.MANIFEST).is_file():
             checkpoint.verify(folder)
             return folder

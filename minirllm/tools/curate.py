@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import operator
 import re
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,10 @@ def curate(sources: Sequence[Path], wanted: Wanted) -> tuple[list[dict[str, Any]
     keep = predicate(wanted.filter)
     if wanted.select == "best-n" and wanted.most is None:
         raise UserError("best-n needs to know how many: give --max-per-task.")
+    if wanted.select in ("best", "shortest") and wanted.most is not None:
+        raise UserError(f"--select {wanted.select} takes one episode of each task: leave --max-per-task out.")
+    if wanted.min_reward is not None and math.isnan(wanted.min_reward):
+        raise UserError("--min-reward must be a number, got nan.")
     tasks: dict[str, list[Episode]] = {}
     for episode in (episode for source in sources for episode in read(source)):
         tasks.setdefault(episode.task_id, []).append(episode)
@@ -165,7 +170,7 @@ def _value(node: ast.expr, values: dict[str, float]) -> Any:
             return value
         case ast.Name(id=name) if name in values:
             return values[name]
-        case ast.Call(func=ast.Name(id="pass_at"), args=[ast.Constant(value=int() as k)], keywords=[]):
+        case ast.Call(func=ast.Name(id="pass_at"), args=[ast.Constant(value=int() as k)], keywords=[]) if k > 0:
             n, correct = int(values["n"]), int(values["n_correct"])
             return pass_at_k(n, correct, k) if k <= n else float(correct > 0)
     raise ValueError(f"{ast.unparse(node)} is not known")
