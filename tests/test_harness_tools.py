@@ -28,9 +28,19 @@ def test_the_list_has_all_and_names_those_that_cannot_be_had() -> None:
     names = [line.split()[0] for line in lines[1:]]
     assert {"bash", "react", "command", "mini-swe-agent"} <= set(names)
     assert names[-3:] == ["crush", "goose", "swe-agent"]
-    assert all("not to be had" in line for line in lines[-3:])
+    assert all("not available" in line for line in lines[-3:])
     files = {path.stem.replace("_", "-") for path in (ROOT / "harnesses").glob("[!_]*.py")}
     assert files <= set(names)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["harness install crush", "harness check crush", "train smoke --harness crush", "eval smoke --harness crush"],
+)
+def test_a_program_that_is_listed_and_not_available_says_why(command: str) -> None:
+    result = invoke(*command.split())
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert "error: The agent program crush is not available: its npm package downloads" in result.output
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "harnesses").glob("[!_]*.py")), ids=lambda path: path.stem)

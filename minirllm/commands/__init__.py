@@ -16,6 +16,7 @@ import click
 from minirllm import config
 from minirllm.commands.options import FROM_RUN, chosen
 from minirllm.config import Config
+from minirllm.errors import UserError
 
 
 def module(name: str) -> Any:
@@ -36,8 +37,10 @@ def find_run(name: str, runs_dir: str) -> Path:
 
 
 def prepare(name: str, quiet: bool = False, own: tuple[str, ...] = ()) -> None:
-    """Install the harness of this name, unless it is one of the task's own or installed already."""
+    """Install the harness of this name, unless it is one of the task's own or installed already. Raises UserError."""
     if name and name not in own:
+        if reason := module("tools.programs").ELSEWHERE.get(name):
+            raise UserError(f"The agent program {name} is not available: {reason}.")
         say = (lambda line: None) if quiet else click.echo
         module("tools.install").ensure(module("harness").find(name), say)
 

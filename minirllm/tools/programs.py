@@ -29,7 +29,7 @@ def table() -> Iterator[tuple[str, str, str, str, str]]:
         state = "built in" if not (one.pip or one.npm) else "installed" if one.installed else "not installed"
         yield one.name, one.version, one.dialect, state, one.about
     for name, reason in ELSEWHERE.items():
-        yield name, "-", "-", "not to be had", reason
+        yield name, "-", "-", "not available", reason
 
 
 def show(one: Harness, full: bool) -> str:
