@@ -94,7 +94,7 @@ async def test_the_tokens_of_a_span_share_what_the_teacher_thinks_of_it(student:
     episodes = said(policy, renderer, [*b"xth"], [*b"a", 0xFF])
     scorer = Fixed({"c0": [-0.5, -3.0], "c1": [-0.25]})
     config = Config(**{**DISTILL, "teacher": "elsewhere"})
-    metrics = await teacher.Teacher(config, renderer, scorer, None).teach(episodes)
+    metrics = await teacher.Teacher(config, renderer, scorer, None, policy.vocab_size).teach(episodes)
     ours = [episode.tree.response(step.node)[1] for episode, step in zip(episodes, steps(episodes), strict=True)]
     share = (-3.0 - ours[0][1] - ours[0][2]) / 2
     assert steps(episodes)[0].advantage == pytest.approx([-0.5 - ours[0][0], share, share])
@@ -105,7 +105,7 @@ async def test_the_tokens_of_a_span_share_what_the_teacher_thinks_of_it(student:
     assert scorer.renderer.decode(scorer.read[0].prompt) == "<s>hi\nA:"
     nothing = said(policy, renderer, [0xFF])
     with pytest.raises(TeacherError, match="no token of this step has a beginning and an end in the teacher's tokens"):
-        await teacher.Teacher(config, renderer, Fixed({"c0": []}), None).teach(nothing)
+        await teacher.Teacher(config, renderer, Fixed({"c0": []}), None, policy.vocab_size).teach(nothing)
 
 
 async def test_what_another_template_cannot_say_is_told(student: tuple[Policy, Renderer]) -> None:
@@ -114,12 +114,12 @@ async def test_what_another_template_cannot_say_is_told(student: tuple[Policy, R
     raw = said(policy, renderer, [104])
     raw[0].trajectories[0].steps[0].messages = []
     with pytest.raises(TeacherError, match="call c0 of episode t:0 has a prompt without messages"):
-        await teacher.Teacher(config, renderer, scorer, None).teach(raw)
+        await teacher.Teacher(config, renderer, scorer, None, policy.vocab_size).teach(raw)
     scorer.renderer.prompt = _refuse  # type: ignore[method-assign]
     with pytest.raises(TeacherError, match="its chat template refuses call c0 of episode t:0: no such role"):
-        await teacher.Teacher(config, renderer, scorer, None).teach(said(policy, renderer, [104]))
+        await teacher.Teacher(config, renderer, scorer, None, policy.vocab_size).teach(said(policy, renderer, [104]))
     with pytest.raises(ConfigError, match="teacher_top_k needs a teacher of the student's vocabulary"):
-        teacher.Teacher(Config(**{**DISTILL, "teacher_top_k": 2}), renderer, Fixed({}), None)
+        teacher.Teacher(Config(**{**DISTILL, "teacher_top_k": 2}), renderer, Fixed({}), None, policy.vocab_size)
 
 
 def _refuse(*_: Any, **__: Any) -> str:

@@ -43,7 +43,7 @@ def place(folder: Path, *episodes: Episode) -> Path:
         ("solved", True), ("not solved", False), ("n == 4", True), ("n_correct >= 2 and avg < 0.7", True),
         ("avg > 0.6 or worst == 0", True), ("0 < avg <= 0.5", False), ("best == 1 and worst == 0", True),
         ("pass@1 == 0.5", True), ("pass@2 > 0.83 and pass@2 < 0.84", True), ("pass@9 == 1", True),
-        ("avg == 0.625", True), ("worst > -1", True), ("n != 4", False), ("True", True),
+        ("avg == 0.625", True), ("worst > -1", True), ("n != 4", False), ("True", True), (" solved\n", True),
     ],
 )  # fmt: skip
 def test_filters_by_hand(text: str, holds: bool) -> None:
@@ -58,8 +58,9 @@ def test_filters_by_hand(text: str, holds: bool) -> None:
      "(" * 3000, "pass_at(n)", "'a'", "lambda: 1"],
 )  # fmt: skip
 def test_whatever_else_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read") as refused:
         predicate(text)
+    assert len(str(refused.value)) < 600
 
 
 def taken(folder: Path, **wanted) -> list[tuple[str, int]]:

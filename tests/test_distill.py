@@ -52,10 +52,15 @@ async def test_options_that_contradict_each_other_are_refused(
 
 
 async def test_a_teacher_that_is_none_is_named(student: tuple[Policy, Renderer], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no model 'smolm'"):
+    with pytest.raises(ModelError, match=r"^smolm is no run .*, not in .* either, and no model\. .*no model 'smolm'"):
         await taught(student, [], teacher="smolm", runs_dir=str(tmp_path))
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match="empty holds no whole checkpoint"):
+    with pytest.raises(UserError, match=r"empty holds no whole checkpoint\.$"):
+        await taught(student, [], teacher="empty", runs_dir=str(tmp_path))
+    (tmp_path / "empty" / "checkpoints" / "step_000001").mkdir()
+    with pytest.raises(
+        UserError, match=r"holds no whole checkpoint\. Checkpoint .*step_000001 is not whole: .*[^.]\.$"
+    ):
         await taught(student, [], teacher="empty", runs_dir=str(tmp_path))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +65,46 @@ async def test_a_server_that_cannot_score_is_told_in_a_sentence(student: tuple[P
         async with answering(answer) as (url, _):
             with pytest.raises(error, match=words):
                 await taught(student, [], teacher=url)
+
+
+def entries(change: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+    """The `prompt_logprobs` of an answer with each entry changed."""
+    return lambda told: told[:1] + [change(entry) for entry in told[1:]]
+
+
+def others(**more: float) -> Callable[[Any], Any]:
+    return entries(lambda entry: entry | {name.strip("_"): {"logprob": value} for name, value in more.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (lambda told: 5, {}, "did not score every token"),
+        (lambda told: "x", {}, "did not score every token"),
+        (lambda told: {"a": 1}, {}, "did not score every token"),
+        (lambda told: [1] * len(told), {}, "did not score every token"),
+        (entries(lambda entry: dict.fromkeys(entry, -1.0)), {}, "did not score every token"),
+        (others(_1000000000000000000000000000000=-0.1), {}, "did not score every token"),
+        (entries(lambda entry: {name: {"logprob": -1e308} for name in entry}), {}, "that is not finite"),
+        (others(_7=math.nan), {"teacher_top_k": 2}, "did not score every token of .*one is not a number"),
+        (others(_999999=-0.1), {"teacher_top_k": 2}, "finds token 999999 likely, but the student has 272 tokens"),
+    ],
+)
+async def test_what_is_no_score_is_told_in_a_sentence(
+    student: tuple[Policy, Renderer], change: Callable[[Any], Any], options: dict[str, Any], words: str
+) -> None:
+    policy, renderer = student
+    right = Scorer(5)
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        status, told = right(path, body)
+        for choice in told.get("choices", []):
+            choice["prompt_logprobs"] = change(choice["prompt_logprobs"])
+        return status, told
+
+    async with answering(answer) as (url, _):
+        with pytest.raises(TeacherError, match=words):
+            await taught(student, said(policy, renderer, [104, 105]), teacher=url, **options)
 
 
 VLLM = {

@@ -105,7 +105,7 @@ def _key(variable: str, required: bool = False) -> str:
     """The key in an environment variable, or what it was before it was taken out."""
     key = (os.environ.get(variable) or _taken.get(variable, "")).strip()
     if variable and required and not key:
-        raise ConfigError(f"The environment variable {variable} holds no key: set it, or name another with --key-env.")
+        raise ConfigError(f"The environment variable {variable} holds no key: set it, or name another by key_env.")
     return key
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from minirllm import attention, checkpoint, config, models
 from minirllm.config import Config
-from minirllm.errors import CheckpointError, ConfigError, TeacherError
+from minirllm.errors import CheckpointError, ConfigError, ModelError, TeacherError
 from minirllm.policy import Policy
 from minirllm.renderer import Renderer
 from minirllm.teachers import OWN, Reading, Scores
@@ -36,7 +36,11 @@ async def load(options: Config, student: Policy, renderer: Renderer) -> Local:
         return Local(options, student, student, None, {})
     folder, own = await asyncio.to_thread(_named, options)
     own = replace(own, determinism="off", threads=options.threads, teacher="", kl_beta=0.0)
-    loaded = await asyncio.to_thread(models.load, own.model, str(student.device))
+    try:
+        loaded = await asyncio.to_thread(models.load, own.model, str(student.device))
+    except ModelError as error:
+        no_run = f"{options.teacher} is no run with checkpoints, not in {options.runs_dir} either, and no model. "
+        raise ModelError(f"{'' if folder else no_run}{error}") from None
     multiple = attention.ROW_MULTIPLE
     try:
         policy = await asyncio.to_thread(Policy, loaded.model, loaded.tokenizer, own, student.lane)

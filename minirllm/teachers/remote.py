@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import httpx
 import numpy as np
 
 from minirllm import models, providers
-from minirllm.config import Config
+from minirllm.config import MOST, Config
 from minirllm.errors import ConfigError, TeacherError
 from minirllm.providers import wire
 from minirllm.renderer import Renderer
@@ -37,7 +38,8 @@ HINTS = {
     **dict.fromkeys(WITHOUT_KEY, "; name the variable that holds its key by --set key_env=NAME"),
     404: "; give its whole URL, such as http://host:8000/v1",
 }
-MALFORMED = (AttributeError, LookupError, TypeError, ValueError)  # what reading something else than expected raises
+# what reading something else than expected raises
+MALFORMED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class Refused(TeacherError):
@@ -168,7 +170,7 @@ class Remote:
             scores = _by_text(answer, reading) if self.echo else _by_id(answer, reading, k)
         except MALFORMED as error:
             raise TeacherError(f"{self._place} did not score every token of {reading.id} ({error!r:.200})") from None
-        if not np.isfinite(scores.logprob_A).all():
+        if not (np.abs(scores.logprob_A) < MOST).all():  # a smaller one would be infinite in 32 bits
             raise TeacherError(f"{self._place} gave {reading.id} a log-probability that is not finite")
         if max(scores.logprob_A.max(initial=0.0), scores.top_logprob_AK.max(initial=0.0)) > ROUNDING:
             how = "it must not say logits (vLLM: leave out --logprobs-mode)"
@@ -238,12 +240,13 @@ def _first(answer: Any) -> Mapping[str, Any]:
 def _texts(answer: Any, reading: Reading) -> list[str | None]:
     """What the server reads in the tokens of the answer, where it says so."""
     begin, end = len(reading.prompt), len(reading.prompt) + len(reading.answer)
-    choice = _first(answer)
-    if choice.get("prompt_logprobs") is not None:
-        pairs = zip(choice["prompt_logprobs"][begin:end], reading.answer, strict=False)
-        texts = [(told or {}).get(str(id), {}).get("decoded_token") for told, id in pairs]
-    else:
-        texts = list(((choice.get("logprobs") or {}).get("tokens") or [])[begin:end])
+    choice, texts = _first(answer), list[str | None]()
+    with suppress(*MALFORMED):  # which is told when its scores are read
+        if choice.get("prompt_logprobs") is not None:
+            pairs = zip(choice["prompt_logprobs"][begin:end], reading.answer, strict=False)
+            texts = [(told or {}).get(str(id), {}).get("decoded_token") for told, id in pairs]
+        else:
+            texts = list(((choice.get("logprobs") or {}).get("tokens") or [])[begin:end])
     return [*texts, *[None] * len(reading.answer)][: len(reading.answer)]
 
 
@@ -255,12 +258,15 @@ def _by_id(answer: Any, reading: Reading, k: int) -> Scores:
     chosen, ids, tops, best = [], [], [], []
     for entry, id in zip(told[len(reading.prompt) :], reading.answer, strict=True):
         known = {int(name): float(value["logprob"]) for name, value in entry.items()}
+        if any(map(math.isnan, known.values())):
+            raise ValueError("one is not a number")
         order = sorted(known, key=lambda one: (-known[one], one))
         chosen.append(known[id])
         best.append(order[0] == id)
         ids.append(order[:k])
         tops.append([known[one] for one in order[:k]])
-    return Scores(np.array(chosen), np.array(ids, np.int64), np.array(tops, np.float32), np.array(best))
+    top_logprob_AK = np.array(tops).clip(-MOST).astype(np.float32)
+    return Scores(np.array(chosen), np.array(ids, np.int64), top_logprob_AK, np.array(best))
 
 
 def _by_text(answer: Any, reading: Reading) -> Scores:

@@ -53,9 +53,9 @@ async def opened(config: Config, student: Policy, renderer: Renderer) -> AsyncIt
     hook = privileged.find(config.privileged) if config.privileged else None
     if is_url(config.teacher):
         async with remote.opened(config, renderer) as scorer:
-            yield Teacher(config, renderer, scorer, hook)
+            yield Teacher(config, renderer, scorer, hook, student.vocab_size)
     else:
-        yield Teacher(config, renderer, await local.load(config, student, renderer), hook)
+        yield Teacher(config, renderer, await local.load(config, student, renderer), hook, student.vocab_size)
 
 
 @dataclass
@@ -76,6 +76,7 @@ class Teacher:
     renderer: Renderer  # the student's
     scorer: Scorer
     hook: privileged.Hook | None
+    vocabulary: int  # how many tokens the student has
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,6 +150,9 @@ class Teacher:
         sums["scored"] += len(scores.best_A)
         told.step.advantage = advantage_N.tolist()
         if self.config.teacher_top_k:
+            for id in scores.top_id_AK[(scores.top_id_AK < 0) | (scores.top_id_AK >= self.vocabulary)][:1]:
+                beyond = f"token {id} likely, but the student has {self.vocabulary} tokens"
+                raise TeacherError(f"it finds {beyond}: lower teacher_top_k, or name another teacher")
             told.step.targets = (scores.top_id_AK, scores.top_logprob_AK)
 
 

@@ -145,11 +145,12 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def predicate(text: str) -> Any:
     """The filter as a function of `figures`. Raises UserError saying what of it is not allowed."""
     try:
-        tree = ast.parse(re.sub(r"pass@(\d+)", r"pass_at(\1)", text), mode="eval").body
+        tree = ast.parse(re.sub(r"pass@(\d+)", r"pass_at(\1)", text.strip()), mode="eval").body
         _value(tree, figures([Episode(reward=0.0)]))  # says what is wrong before anything is read
     except (SyntaxError, ValueError, RecursionError) as error:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UserError(f"--filter {text!r} cannot be read ({what}): use {', '.join(NAMES)}, pass@K.") from None
+        unread = f"--filter {text!r:.200} cannot be read ({what:.200})"
+        raise UserError(f"{unread}: use {', '.join(NAMES)}, pass@K.") from None
     return lambda values: bool(_value(tree, values))
 
 
