@@ -115,8 +115,9 @@ async def test_cancelling_frees_the_row_at_once_and_leaves_the_others_alone(poli
             task.cancel()
         await asyncio.wait(doomed)
         assert all(task.cancelled() for task in doomed)
-        assert engine._running == []
-        assert [s for s, owner in enumerate(engine._slots.owner) if owner] == []
+        stay = len(apart) + len(doomed)  # the number of the first; some may have taken the free rows already
+        assert all(request.number >= stay for request in engine._running)
+        assert all(owner is None or owner.number >= stay for owner in engine._slots.owner)
         assert all(same(a, b) for a, b in zip(apart, await asyncio.gather(*tasks), strict=True))
 
 
