@@ -201,13 +201,13 @@ async def _loop(
     saving = Saving(config, log, policy, trainer)
     done = (await saving.restore())[0] if resume else 0
     held_out = micro_batches(val_trees, config)
-    row: dict[str, Any] = {"step": done}
+    row: dict[str, Any] = {}
     if done == 0 and held_out and not stop():
         row = {"step": 0, "val_loss": await trainer.measure(held_out)}
         await asyncio.to_thread(log.step, row)
     for step in range(done + 1, config.steps + 1):
         if stop():
-            return row
+            return row or {"step": done}
         began = time.perf_counter()
         forests = micro_batches(schedule(trees, config, step), config)
         metrics = await trainer.update(Batch([forests]))

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from minirllm import sft, stack
-from minirllm.config import Config
+from minirllm.cli import cli
+from minirllm.config import Config, load
 from minirllm.errors import ConfigError, DataError
 from minirllm.log import explain, read_json, read_metrics
 from minirllm.models import tiny
@@ -215,3 +223,52 @@ async def test_options_of_rollouts_and_rewards_are_refused(tmp_path: Path) -> No
 def test_the_line_of_a_step() -> None:
     row = {"step": 2, "loss": 1.5, "trained_tokens": 40.0, "val_loss": 2.25}
     assert explain(row, 2) == "step 2/2 | loss 1.5000 | held-out loss 2.2500"
+
+
+def test_the_command_resumes_with_the_runs_own_options_and_says_how_it_ended(tmp_path: Path) -> None:
+    data, runs = rows_file(tmp_path, ROWS), str(tmp_path / "runs")
+    common = ["sft", str(data), "--runs-dir", runs, "--run", "r"]
+    absent = CliRunner().invoke(cli, [*common, "--resume"])
+    assert absent.stderr == f"error: There is no run {runs}/r to resume: name one with --run, or leave out --resume.\n"
+    both = CliRunner().invoke(cli, [*common, "--epochs", "2", "--set", "steps=5"])
+    assert both.stderr == "error: Give --epochs or --steps, not both.\n"
+    own = [
+        "--model",
+        "tiny",
+        "--batch-size",
+        "2",
+        "--lora-rank",
+        "4",
+        "--lr",
+        "0.01",
+        "--threads",
+        "1",
+        "--epochs",
+        "1",
+    ]
+    first = CliRunner().invoke(cli, [*common, *own])
+    assert first.output.endswith(f"Done. Weights: {runs}/r/checkpoints. Look at it: minirllm show {runs}/r\n")
+    more = CliRunner().invoke(cli, [*common, "--resume", "--steps", "3"])
+    assert "Resuming after step 2 of 3." in more.output
+    assert load(tmp_path / "runs" / "r" / "config.toml").lr == 0.01, "not the default, which was not asked for"
+    again = CliRunner().invoke(cli, [*common, "--resume", "--quiet"])
+    assert (again.exit_code, "Nothing" in again.output) == (0, False)
+    assert "Nothing to do: all 3 steps were done before" in CliRunner().invoke(cli, [*common, "--resume"]).output
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
+    data, runs = rows_file(tmp_path, ROWS), str(tmp_path / "runs")
+    command = ["sft", str(data), "--val", str(data), "--runs-dir", runs, "--run", "r"]
+    how = f"Continue with: minirllm sft {data} --val {data} --run r --runs-dir {runs} --resume\n"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minirllm.cli", *command, "--model", "tiny", "--steps", "100000", "--set", "threads=1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, "Done" in out) == (0, False)
+    assert re.search(rf"Stopped after step \d+ of 100000\. {re.escape(how)}", err), err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +57,42 @@ def distill(task: str, resume: bool, quiet: bool, **options: Any) -> None:
 
 
 def _run(verb: str, task: str, resume: bool, quiet: bool, options: dict[str, Any]) -> None:
-    """A run of `verb`, and what to tell of its end."""
+    """A run of `verb` on a task."""
     loaded = flow.load_task(task)
-    settings = chosen(options, loaded.defaults)
-    folder = settings.run_folder(loaded.name)
-    if resume:
-        if not folder.is_dir():
-            raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
-        own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
-        settings = replace(chosen(options, loaded.defaults, own), run=folder.name, runs_dir=str(folder.parent))
+    settings = _settings(loaded.name, resume, options, loaded.defaults)
     prepare(settings.harness, quiet, loaded.own_agents)
-    where = ["--runs-dir", settings.runs_dir] if settings.runs_dir != Config.runs_dir else []
-    again = shlex.join(["minirllm", verb, task, "--run", folder.name, *where, "--resume"])
+    work = partial(module("train").run, loaded, settings, resume=resume, quiet=quiet)
+    _told([verb, task], settings.run_folder(loaded.name), quiet, lambda: (work(), settings.steps))
+
+
+def _settings(name: str, resume: bool, options: dict[str, Any], defaults: dict[str, Any]) -> Config:
+    """The options of a run; of one that is resumed its own, but for those that are given. `name`: of what it learns."""
+    settings = chosen(options, defaults)
+    folder = settings.run_folder(name)
+    if not resume:
+        return settings
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no run {folder} to resume: name one with --run, or leave out --resume.")
+    own = config.read_toml(folder / "config.toml") if (folder / "config.toml").exists() else {}
+    return replace(chosen(options, defaults, own), run=folder.name, runs_dir=str(folder.parent))
+
+
+def _told(command: list[str], folder: Path, quiet: bool, work: Callable[[], tuple[dict[str, Any], int]]) -> None:
+    """Does the work of a run, which returns its last row and how many steps it was to have, and tells of its end."""
+    where = ["--runs-dir", str(folder.parent)] if folder.parent != Path(Config.runs_dir) else []
+    again = shlex.join(["minirllm", *command, "--run", folder.name, *where, "--resume"])
     try:
-        summary = module("train").run(loaded, settings, resume=resume, quiet=quiet)
+        summary, steps = work()
     except (KeyboardInterrupt, Terminated) as end:
         click.echo(f"\nStopped. Continue with: {again}", err=True)
         raise SystemExit(end.code if isinstance(end, Terminated) else 130) from None
     except EngineError as error:
         raise UserError(f"{sentence(error)} What was finished is kept; continue with: {again}") from error
-    if summary and summary["step"] < settings.steps:
-        click.echo(f"Stopped after step {summary['step']} of {settings.steps}. Continue with: {again}", err=True)
+    if summary and summary["step"] < steps:
+        click.echo(f"Stopped after step {summary['step']} of {steps}. Continue with: {again}", err=True)
     elif not quiet:
         done = (
-            "Done"
-            if summary
-            else f"Nothing to do: all {settings.steps} steps were done before; --steps takes the run further"
+            "Done" if summary else f"Nothing to do: all {steps} steps were done before; --steps takes the run further"
         )
         click.echo(f"{done}. Weights: {folder / 'checkpoints'}. Look at it: minirllm show {folder}")
 
@@ -92,17 +104,21 @@ def _run(verb: str, task: str, resume: bool, quiet: bool, options: dict[str, Any
     "--val", type=click.Path(path_type=Path), help="File of rows whose loss is measured; nothing is learned from them."
 )
 @click.option("--epochs", type=click.IntRange(1), help="How often each row is learned from; sets --steps.")
-@click.option("--resume", is_flag=True, help="Continue the newest whole checkpoint of --run, with the same options.")
-@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+@RESUME
+@QUIET
 def sft(data: Path, resume: bool, quiet: bool, val: Path | None, epochs: int | None, **options: Any) -> None:
     """Fine-tune a model on given conversations.
 
     DATA is a file of JSON lines, {"messages": [...], "tools": [...]} as in chat completions. Every token of every
     assistant message is learned."""
-    if epochs is not None and options["steps"] is not None:
+    named = options["steps"] is not None or any(one.partition("=")[0].strip() == "steps" for one in options["settings"])
+    if epochs is not None and named:
         raise UserError("Give --epochs or --steps, not both.")
-    settings = chosen(options)
-    row = module("sft").run(data, settings, val=val, epochs=epochs, resume=resume, quiet=quiet)
-    if not quiet:
-        folder = settings.run_folder(data.stem)
-        click.echo(f"Done after step {row['step']}. Weights: {folder / 'checkpoints'}: give them to --checkpoint.")
+    settings = _settings(data.stem, resume, options, {})
+    folder = settings.run_folder(data.stem)
+
+    def work() -> tuple[dict[str, Any], int]:
+        row = module("sft").run(data, settings, val=val, epochs=epochs, resume=resume, quiet=quiet)
+        return row, config.load(folder / "config.toml").steps  # as epochs set them
+
+    _told(["sft", str(data), *(["--val", str(val)] if val else [])], folder, quiet, work)
