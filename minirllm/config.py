@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minirllm.errors import ConfigError, Users
-
-MOST = 1e30  # of any number: torch counts in 32 bits, and 1e38 is the end of these
+from minirllm.types import MOST
 
 
 def option(default: Any, doc: str, low: float | None = None, high: float = MOST) -> Any:
@@ -281,7 +280,9 @@ def _typed(name: str, value: Any) -> Any:
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """A Config from plain values. Raises ConfigError naming the unknown key and its nearest neighbour."""
-    for key in values:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"Options are a mapping from their names to values, got {values!r:.80}.")
+    for key in map(str, values):
         if key not in FIELDS:
             raise ConfigError(f"Unknown option {key!r}{nearest(key, list(FIELDS))}.")
     return Config(**values)

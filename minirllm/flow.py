@@ -212,9 +212,15 @@ def task_of(agent_flow: Any, grader: Any, train: Any, held_out: Any = None) -> T
         )
         return lambda config: kept
 
-    flow = rollout(agent_flow)
+    flow, grader = rollout(_given(agent_flow, "agent")), evaluator(_given(grader, "evaluator"))
     none = held_out is None or (isinstance(held_out, list | tuple) and not held_out)
-    return TaskModule(flow.name, flow, evaluator(grader), maker(train), None if none else maker(held_out))
+    return TaskModule(flow.name, flow, grader, maker(train), None if none else maker(held_out))
+
+
+def _given(part: Any, what: str) -> Any:
+    if part is None:
+        raise TaskError(f"There is no {what}: give a function, or an object that is one.")
+    return part
 
 
 def load_task(source: str | Path) -> TaskModule:

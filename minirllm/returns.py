@@ -6,7 +6,6 @@ know: how the functions are found, run or timed.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minirllm.errors import GradingError
-from minirllm.types import Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
+from minirllm.types import MOST, Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
+
+WITHIN = f", between {-MOST:g} and {MOST:g}"
 
 T = TypeVar("T", Episode, Trajectory, Step)
 
@@ -47,7 +48,7 @@ def as_episode(result: Any) -> Episode:
     episode = _own(Episode, episode)
     for name, value in episode.signals.items():
         if not _is_finite(value):
-            raise TypeError(f"Episode.signals[{name!r}] must be a finite number, got {value!r}")
+            raise TypeError(f"Episode.signals[{name!r}] must be a finite number{WITHIN}, got {value!r}")
     episode.trajectories = [_trajectory(t) for t in episode.trajectories] or [Trajectory()]
     try:
         reason = TerminationReason(episode.termination_reason or TerminationReason.UNKNOWN)
@@ -92,12 +93,12 @@ def _advantage(step: Step) -> float | list[float] | None:
     if value is None or _is_finite(value):
         return None if value is None else float(value)  # type: ignore[arg-type]
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
-        raise GradingError(f"{what} must be a finite number, or one for each sampled token, got {value!r}")
+        raise GradingError(f"{what} must be a finite number{WITHIN}, or one for each sampled token, got {value!r}")
     if len(value) != step.response_length:
         raise GradingError(f"{what} has {len(value)} numbers, but the call sampled {step.response_length} tokens")
     for place, one in enumerate(value):
         if not _is_finite(one):
-            raise GradingError(f"{what} must be finite numbers, got {one!r} for sampled token {place + 1}")
+            raise GradingError(f"{what} must be finite numbers{WITHIN}, got {one!r} for sampled token {place + 1}")
     return [float(one) for one in value]
 
 
@@ -106,7 +107,7 @@ def _trajectory(value: Any) -> Trajectory:
         raise TypeError(f"trajectories are Trajectory objects, got {type(value).__name__}")
     trajectory = _own(Trajectory, value)
     if trajectory.reward is not None and not _is_finite(trajectory.reward):
-        raise TypeError(f"Trajectory.reward must be a finite number or None, got {trajectory.reward!r}")
+        raise TypeError(f"Trajectory.reward must be a finite number{WITHIN}, or None, got {trajectory.reward!r}")
     for step in trajectory.steps:
         if not isinstance(step, Step):
             raise TypeError(f"Trajectory.steps holds Step objects, got {type(step).__name__}")
@@ -127,7 +128,7 @@ def _own(kind: type[T], value: T) -> T:
 
 def _is_finite(value: Any) -> bool:
     try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and abs(float(value)) <= MOST
     except OverflowError:  # an int that no float can hold
         return False
 
@@ -136,7 +137,7 @@ def _finite(value: Any, what: str) -> float:
     if not isinstance(value, numbers.Real):
         raise GradingError(f"evaluator must return EvalOutput, a number, a bool or (number, bool): {what} is {value!r}")
     if not _is_finite(value):
-        raise GradingError(f"evaluator must return a finite {what}, got {value}")
+        raise GradingError(f"evaluator must return a finite {what}{WITHIN}, got {value}")
     return float(value)
 
 

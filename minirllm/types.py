@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+MOST = 1e30  # of any number that is learned from or with: torch counts in 32 bits, and 1e38 is the end of these
+
 
 @dataclass
 class Task:

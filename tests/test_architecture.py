@@ -68,7 +68,7 @@ BROAD = {f"minirllm/{name}.py" for name in ("rollouts", "watchdog", "server", "r
 BROAD |= {"minirllm/rewards/inside.py", "minirllm/rewards/asserts.py"}
 PRINTS = {"cli.py", "log.py"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
-MAX_CORE = 7558  # lines of code, the count; the goal is 5,000, which is missed
+MAX_CORE = 7565  # lines of code, the count; the goal is 5,000, which is missed
 
 
 def sources() -> list[Path]:

@@ -15,6 +15,7 @@ from minirllm import config as c
 from minirllm.engines import ENGINES
 from minirllm.errors import ConfigError
 from minirllm.trackers import TRACKERS
+from minirllm.types import MOST
 
 
 def test_defaults_are_within_their_own_bounds_and_documented():
@@ -128,7 +129,7 @@ def test_toml_round_trip_of_the_defaults(tmp_path):
 
 @given(
     text=st.text(st.characters(codec="utf-8")),
-    lr=st.floats(0, c.MOST),
+    lr=st.floats(0, MOST),
     seed=st.integers(0, 2**63 - 1),
     norm_std=st.booleans(),
 )

@@ -214,6 +214,15 @@ def test_agent_trainer_with_the_official_client(tmp_path: Path) -> None:
     assert "eval_reward" in last
     with pytest.raises(ConfigError, match="did you mean steps"):
         AgentTrainer(sync_agent, length, {"stepz": 1}, tasks)
+    for wrong in (3, "steps", ["steps"]):
+        with pytest.raises(ConfigError, match="Options are a mapping"):
+            AgentTrainer(sync_agent, length, wrong, tasks)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Unknown option '1'"):
+        AgentTrainer(sync_agent, length, {1: 2}, tasks)  # type: ignore[dict-item]
+    with pytest.raises(TaskError, match="There is no evaluator: give a function"):
+        AgentTrainer(sync_agent, None, options, tasks)
+    with pytest.raises(TaskError, match="There is no agent: give a function"):
+        AgentTrainer(None, length, options, tasks)
     with pytest.raises(TaskError, match="no tasks"):
         AgentTrainer(sync_agent, length, {**options, "run": "empty"}, []).train(quiet=True)
 

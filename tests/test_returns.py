@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minirllm.errors import GradingError
-from minirllm.returns import as_episode, step_values, trajectory_rewards, verdict
+from minirllm.returns import WITHIN, as_episode, step_values, trajectory_rewards, verdict
 from minirllm.types import Episode, EvalOutput, Signal, Step, TerminationReason, Trajectory
 
 
@@ -44,13 +44,13 @@ def test_any_other_type_is_named(result: Any) -> None:
         (Trajectory(steps=[Step(id=5)]), "Step.id must be a str, got int"),  # type: ignore[arg-type]
         (Trajectory(steps=[Step(metadata=3)]), "Step.metadata must be a dict, got int"),  # type: ignore[arg-type]
         (Trajectory(name=3), "Trajectory.name must be a str, got int"),  # type: ignore[arg-type]
-        (Trajectory(reward="good"), "Trajectory.reward must be a finite number or None, got 'good'"),  # type: ignore[arg-type]
-        (Trajectory(reward=math.nan), "Trajectory.reward must be a finite number or None, got nan"),
+        (Trajectory(reward="good"), f"Trajectory.reward must be a finite number{WITHIN}, or None, got 'good'"),  # type: ignore[arg-type]
+        (Trajectory(reward=math.nan), f"Trajectory.reward must be a finite number{WITHIN}, or None, got nan"),
         (Trajectory(signals=[1]), "Trajectory.signals must be a dict, got list"),  # type: ignore[arg-type]
         (Episode(trajectories=None), "Episode.trajectories must be a list, got NoneType"),  # type: ignore[arg-type]
         (Episode(artifacts="x"), "Episode.artifacts must be a dict, got str"),  # type: ignore[arg-type]
         (Episode(metadata=[]), "Episode.metadata must be a dict, got list"),  # type: ignore[arg-type]
-        (Episode(signals={"s": math.inf}), "Episode.signals['s'] must be a finite number, got inf"),
+        (Episode(signals={"s": math.inf}), f"Episode.signals['s'] must be a finite number{WITHIN}, got inf"),
         (Episode(termination_reason="won"), "Episode.termination_reason is no TerminationReason, got 'won'"),  # type: ignore[arg-type]
     ],
 )
@@ -103,13 +103,14 @@ def test_no_reward_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (math.nan, "finite reward, got nan"),
-        (-math.inf, "finite reward, got -inf"),
+        (math.nan, r"finite reward, between -1e\+30 and 1e\+30, got nan"),
+        (1e31, r"finite reward, between -1e\+30 and 1e\+30, got 1e\+31"),
+        (-math.inf, r"finite reward, between -1e\+30 and 1e\+30, got -inf"),
         ("1.0", "reward is '1.0'"),
         (EvalOutput(math.nan), "finite reward"),
         (EvalOutput("x"), "reward is 'x'"),  # type: ignore[arg-type]
         (EvalOutput(1.0, signals=[Signal("n", math.inf)]), "finite signal 'n'"),
-        (10**400, "finite reward, got 1000"),
+        (10**400, r"finite reward, between -1e\+30 and 1e\+30, got 1000"),
         ([1.0], "must return"),
         ((1.0, 2.0), "must return"),
     ],
@@ -132,7 +133,7 @@ def test_advantages_are_of_a_call_or_of_each_of_its_tokens() -> None:
     given[1].reward = np.float32(0.5)  # type: ignore[assignment]
     assert step_values(episode) == [(0.0, None), (0.5, 1.0), (0.0, [1.0, 2.5]), (0.0, [0.5, -1.0])]
     given[2].id, given[2].reward = "c", math.nan
-    with pytest.raises(GradingError, match=r"finite Step\.reward of call c, got nan"):
+    with pytest.raises(GradingError, match=r"finite Step\.reward of call c, between -1e\+30 and 1e\+30, got nan"):
         step_values(episode)
 
 
@@ -140,10 +141,12 @@ def test_advantages_are_of_a_call_or_of_each_of_its_tokens() -> None:
     ("value", "sentence"),
     [
         ([1.0], "Step.advantage of call c has 1 numbers, but the call sampled 2 tokens"),
-        ([1.0, math.nan], "Step.advantage of call c must be finite numbers, got nan for sampled token 2"),
-        ([1.0, "x"], "must be finite numbers, got 'x' for sampled token 2"),
-        (math.inf, "must be a finite number, or one for each sampled token, got inf"),
-        ("12", "must be a finite number, or one for each sampled token, got '12'"),
+        ([1.0, math.nan], f"Step.advantage of call c must be finite numbers{WITHIN}, got nan for sampled token 2"),
+        ([1e31, 0.0], "got 1e+31 for sampled token 1"),
+        (-1e31, "or one for each sampled token, got -1e+31"),
+        ([1.0, "x"], f"must be finite numbers{WITHIN}, got 'x' for sampled token 2"),
+        (math.inf, f"must be a finite number{WITHIN}, or one for each sampled token, got inf"),
+        ("12", f"must be a finite number{WITHIN}, or one for each sampled token, got '12'"),
     ],
 )
 def test_an_advantage_that_is_none_is_named(value: Any, sentence: str) -> None:

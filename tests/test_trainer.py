@@ -11,11 +11,11 @@ import torch
 
 from minirllm.algorithms import create
 from minirllm.batch import build
-from minirllm.config import MOST, Config
+from minirllm.config import Config
 from minirllm.errors import ConfigError
 from minirllm.trainer import Trainer
 from minirllm.tree import TokenTree
-from minirllm.types import Completion, Episode, Step, Trajectory
+from minirllm.types import MOST, Completion, Episode, Step, Trajectory
 from tests.sampled import TEMPERATURE, accumulate, lone_logprobs, plain_loss, relative, sampled_group
 
 

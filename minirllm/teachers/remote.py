@@ -21,12 +21,12 @@ import httpx
 import numpy as np
 
 from minirllm import models, providers
-from minirllm.config import MOST, Config
+from minirllm.config import Config
 from minirllm.errors import ConfigError, TeacherError
 from minirllm.providers import wire
 from minirllm.renderer import Renderer
 from minirllm.teachers import Reading, Scores
-from minirllm.types import Message
+from minirllm.types import MOST, Message
 
 ATTEMPTS = 4
 ROUNDING = 1e-3  # what a log-probability may be above 0
