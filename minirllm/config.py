@@ -292,8 +292,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The keys of a TOML file. Raises ConfigError when it cannot be read or parsed."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        for key, value in values.items():
-            from_mapping({key: value})
+        from_mapping(values)
         return values
     except ConfigError as error:
         raise ConfigError(f"Config file {path}: {error}") from None

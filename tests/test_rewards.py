@@ -225,7 +225,7 @@ async def test_a_verdict_comes_back_whole(graders: Graders) -> None:
     ("answer", "sentence"),
     [
         ("raise", r"evaluator failed: ZeroDivisionError: division by zero \(grader.py line 17\)"),
-        ("nan", "finite reward, got nan"),
+        ("nan", r"finite reward, between -1e\+30 and 1e\+30, got nan"),
         ("memory", "MemoryError"),
         ("exit", r"died \(exit status 3\)"),
     ],

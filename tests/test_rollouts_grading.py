@@ -41,7 +41,7 @@ async def test_one_deadline_for_agent_and_grader(place: Place) -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (float("nan"), "must return a finite reward, got nan"),
+        (float("nan"), "must return a finite reward, between -1e+30 and 1e+30, got nan"),
         ("1", "reward is '1'"),
         (None, "evaluator returned None"),
         (EvalOutput(None, True, reason="judge is down"), "judge is down"),
@@ -94,7 +94,7 @@ async def test_an_evaluator_may_reward_each_trajectory(place: Place, in_process:
         await runner.close()
     assert (episode.reward, [t.reward for t in episode.trajectories]) == (1.0, [1.0, 0.25])
     assert (broken.termination_reason, broken.reward) == (TerminationReason.GRADING_ERROR, None)
-    assert "reward of trajectory 'broken', got nan" in broken.reason
+    assert "reward of trajectory 'broken', between -1e+30 and 1e+30, got nan" in broken.reason
 
 
 def grade_tokens(task: Task, episode: Episode) -> float:

@@ -250,7 +250,7 @@ async def beside(server: Server, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/baselines/vllm_teacher.json"))
     options = parser.parse_args()
     ask = "import importlib.metadata as m; print(m.version('vllm'), m.version('torch'), m.version('transformers'))"
     python = str(Path(options.vllm_python).absolute())
@@ -262,11 +262,8 @@ def main() -> None:
         result["runs"] = {way: runs.whole(way, *more) for way, more in WAYS.items()}
         result |= asyncio.run(beside(server, folder))
         result["killed"] = runs.killed()
-    text = json.dumps({**result, "machine": machine()}, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    options.out.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
+    print(options.out.read_text())
 
 
 if __name__ == "__main__":
