@@ -22,7 +22,7 @@ def unlearned(error: UserError, step: int, episodes: Path) -> UserError:
     """That nothing was learned from a step, and what to do; `episodes` is the folder of those that were sampled."""
     nothing = f"{error} Nothing was learned from step {step}"
     if not isinstance(error, LedgerError):
-        return UserError(f"{nothing}: it is sampled, and --resume goes on from there.")
+        return UserError(f"{nothing}: it is sampled; when this is mended, --resume goes on from there.")
     look = f"`minirllm show {episodes.parent} --step {step} --episode {error.episode!r} --tokens`"
     again = f"to sample the step again, delete its file in {episodes} and --resume"
     return UserError(f"{nothing}: {look} shows it; {again}.")
